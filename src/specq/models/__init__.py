@@ -1,0 +1,1 @@
+"""The decoder, its cache, and how both are loaded."""

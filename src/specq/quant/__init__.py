@@ -1,0 +1,1 @@
+"""4-bit weight formats and the linear layer that runs on them."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: trees, sampling, drafters, verification, pipelines."""
