@@ -1,0 +1,217 @@
+"""A recipe: one typed description of an experiment, read from YAML, with overrides; knows no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from specq.errors import UsageError
+
+PIPELINE_NAMES = ("plain", "lookup", "sequence")
+"""The pipelines a recipe may name, beside `auto`."""
+
+DEMO_TARGET = "specq:demo"
+"""The name of the built-in demo model, wherever a model is named."""
+
+DEFAULT_RECIPE = "demo"
+"""The recipe that runs when no model is named."""
+
+MAX_DRAFT = 56
+"""Longest draft of a sequence: with the longest trunk of pending tokens it still fits one verification."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class ModelRef(_Section):
+    """A model: a folder, a .gguf file or a Hub id, and the revision of the latter."""
+
+    model: str
+    revision: str | None = None
+
+
+def _as_ref(value: Any) -> Any:
+    return {"model": value} if isinstance(value, str) else value
+
+
+Ref = Annotated[ModelRef, BeforeValidator(_as_ref)]
+
+
+class PipelineSection(_Section):
+    """Which pipeline runs, and the length of what it drafts."""
+
+    name: Literal["auto", "plain", "lookup", "sequence"] = "auto"
+    draft_length: int = Field(5, ge=1, le=MAX_DRAFT)
+    max_ngram: int = Field(3, ge=1, le=16)
+    min_ngram: int = Field(2, ge=1, le=16)
+
+
+def _as_pipeline(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class Sampling(_Section):
+    """How tokens are chosen; what is not set comes from the model's generation config."""
+
+    temperature: float | None = Field(None, ge=0.0, le=100.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
+    seed: int | None = Field(None, ge=0, lt=2**64)
+
+
+class Recipe(_Section):
+    """Everything that decides what runs. Unknown keys are errors."""
+
+    target: Ref
+    intermediate: Ref | None = None
+    pipeline: Annotated[PipelineSection, BeforeValidator(_as_pipeline)] = Field(default_factory=PipelineSection)
+    sampling: Sampling = Field(default_factory=Sampling)
+    context: int | None = Field(None, ge=2)
+
+
+def load_recipe(source: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a .yaml file or of a shipped name, with `key.key=value` overrides applied.
+
+    Raises UsageError naming the file and the key.
+    """
+    path = _recipe_path(source)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"recipe `{source}` does not exist", hint="specq recipe ls shows the shipped ones"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe `{path}` is not YAML: {_one_line(error)}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"recipe `{path}` holds no keys", hint="a recipe begins with `target: MODEL`")
+    return build_recipe(data, overrides=overrides, origin=str(source))
+
+
+def build_recipe(data: dict[str, Any], *, overrides: Sequence[str] = (), origin: str = "recipe") -> Recipe:
+    """The recipe of these keys, overrides applied. Raises UsageError naming the key that is wrong and what it takes."""
+    data = dict(data)
+    for override in overrides:
+        _apply(data, override)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            known = _keys_beside(first["loc"])
+            near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
+            raise UsageError(f"{origin}: unknown key `{key}`", hint=hint) from None
+        message = first["msg"][:1].lower() + first["msg"][1:]
+        raise UsageError(f"{origin}: `{key}` = `{first['input']}`: {message}") from None
+
+
+def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe a MODEL argument means: a .yaml path, a local folder, a shipped recipe, a Hub id, in this order.
+
+    None is the demo set. Raises UsageError when it is none of these.
+    """
+    if model is None:
+        return load_recipe(DEFAULT_RECIPE, overrides=overrides)
+    if model.endswith((".yaml", ".yml")) or model in list_recipes():
+        if not is_local_model(model):
+            return load_recipe(model, overrides=overrides)
+    if is_local_model(model) or model == DEMO_TARGET or is_hub_id(model):
+        return build_recipe({"target": model}, overrides=overrides, origin=model)
+    near = difflib.get_close_matches(model, [*list_recipes(), *_folders_here()], n=1)
+    hint = f"did you mean `{near[0]}`?" if near else "give a folder, a recipe (specq recipe ls) or a Hub id org/name"
+    raise UsageError(f"`{model}` is no .yaml file, no model folder, no recipe and no Hub id", hint=hint)
+
+
+def is_model_name(text: str) -> bool:
+    """Whether `run` should take its only argument for a model and not for a prompt."""
+    if any(c.isspace() for c in text):
+        return Path(text).expanduser().exists() and is_local_model(text)
+    return (
+        text.endswith((".yaml", ".yml"))
+        or text == DEMO_TARGET
+        or is_local_model(text)
+        or text in list_recipes()
+        or is_hub_id(text)
+    )
+
+
+def is_local_model(text: str) -> bool:
+    """Whether the text names a folder by its form (`./`, `/`, `~`), a .gguf file, or an existing model folder."""
+    if text.startswith(("./", "../", "/", "~")) and not text.endswith((".yaml", ".yml")):
+        return True
+    return text.endswith(".gguf") or (Path(text) / "config.json").is_file()
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether the text has the form of a Hub id: two names and one slash."""
+    parts = text.split("/")
+    return len(parts) == 2 and all(
+        part and part[0].isalnum() and all(c.isalnum() or c in "-_." for c in part) for part in parts
+    )
+
+
+def list_recipes() -> dict[str, Path]:
+    """Shipped recipes by name."""
+    return {path.stem: path for path in sorted(_recipes_folder().glob("*.yaml"))}
+
+
+def _recipes_folder() -> Path:
+    """Inside the wheel, or the repository's own folder in an editable install."""
+    inside = Path(__file__).parent / "recipes"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def _recipe_path(source: str | Path) -> Path:
+    text = str(source)
+    if text.endswith((".yaml", ".yml")):
+        return Path(text).expanduser()
+    return list_recipes().get(text, Path(text).expanduser())
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """Put one `a.b=value` into the nested keys; the value is read as YAML."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UsageError(f"--set `{override}` is not `key=value`", hint="for example --set pipeline.draft_length=8")
+    *parents, leaf = path.strip().split(".")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set `{override}`: the value is not YAML: {_one_line(error)}") from None
+    here = data
+    for key in parents:
+        inner = here.get(key)
+        if isinstance(inner, str):
+            inner = _as_pipeline(inner) if key == "pipeline" else _as_ref(inner)
+        here[key] = dict(inner) if isinstance(inner, dict) else {}
+        here = here[key]
+    here[leaf] = value
+
+
+def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
+    """The keys allowed where an unknown one was found."""
+    sections: dict[str, type[BaseModel]] = {
+        "target": ModelRef,
+        "intermediate": ModelRef,
+        "pipeline": PipelineSection,
+        "sampling": Sampling,
+    }
+    section = sections.get(str(location[0]), Recipe) if len(location) > 1 else Recipe
+    return list(section.model_fields)
+
+
+def _folders_here() -> list[str]:
+    return [p.name for p in Path().iterdir() if (p / "config.json").is_file()]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
