@@ -1,0 +1,126 @@
+"""Sampling as a pure function of logits, position, seed and prefix, so that no drafter can change the text.
+
+Gumbel-max with counter-based noise: the noise of a token depends on the seed, its absolute position and its own id
+only. Source: DESIGN.md section 1; Philox4x32-10, Salmon et al. 2011; shared noise, arXiv 2408.07978.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASK32 = 0xFFFFFFFF
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+TOP_P_CANDIDATES = 1024
+"""Candidates sorted at first for top-p; a flatter distribution is sorted whole."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Ids that count for penalties: the context's, and each node's own ancestors' (itself included).
+
+    `context_ids` int64 [n]; `tokens` int64 [nodes]; `ancestors` bool [rows, nodes].
+    """
+
+    context_ids: Tensor
+    tokens: Tensor
+    ancestors: Tensor
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Chooses one token a row; the same answer for the same logits, positions, seed and prefix, whatever drafted.
+
+    temperature 0 is the argmax. `top_k` 0 and `top_p` 1 switch a filter off. `vocab` masks ids from there on, which
+    no tokenizer means. Order as in transformers: repetition penalty, temperature, top-k, top-p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    vocab: int | None = None
+
+    @property
+    def needs_seen(self) -> bool:
+        """Whether the prefix matters."""
+        return self.repetition_penalty != 1.0
+
+    def __call__(self, logits: Tensor, positions: Tensor, seen: Seen | None = None) -> Tensor:
+        """int64 [rows]: the token at each absolute position. `logits` [rows, vocab], `positions` int64 [rows]."""
+        logits = logits[:, : self.vocab]
+        if self.needs_seen:
+            if seen is None:
+                raise ValueError("seen: a repetition penalty needs the prefix")
+            logits = penalize(logits, seen, self.repetition_penalty)
+        if self.temperature == 0.0:
+            return logits.argmax(-1)
+        scores, ids = self._candidates(logits / self.temperature)
+        scores = scores + gumbel_noise(self.seed, positions[:, None], ids).to(scores.dtype)
+        return ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
+
+    def _candidates(self, scaled: Tensor) -> tuple[Tensor, Tensor]:
+        """(scores, ids), [rows, candidates] each, best first; what a filter removes is -inf."""
+        rows, vocab = scaled.shape
+        if self.top_k == 0 and self.top_p >= 1.0:
+            return scaled, torch.arange(vocab, device=scaled.device).expand(rows, vocab)
+        if self.top_k:
+            scores, ids = scaled.topk(min(self.top_k, vocab), dim=-1)
+            log_total = scores.logsumexp(-1, keepdim=True)
+            return _keep_top_p(scores, log_total, self.top_p), ids
+        log_total = scaled.logsumexp(-1, keepdim=True)
+        scores, ids = scaled.topk(min(TOP_P_CANDIDATES, vocab), dim=-1)
+        if scores.shape[1] < vocab and bool(((scores - log_total).exp().sum(-1) < self.top_p).any()):
+            scores, ids = scaled.sort(dim=-1, descending=True)
+        return _keep_top_p(scores, log_total, self.top_p), ids
+
+
+def _keep_top_p(scores: Tensor, log_total: Tensor, top_p: float) -> Tensor:
+    """`scores` (sorted, best first) with -inf where the probability before a candidate already reaches `top_p`."""
+    if top_p >= 1.0:
+        return scores
+    probabilities = (scores - log_total).exp()
+    before = probabilities.cumsum(-1) - probabilities
+    before[:, 0] = -1.0  # the best candidate always stays
+    return scores.masked_fill(before >= top_p, -torch.inf)
+
+
+def penalize(logits: Tensor, seen: Seen, penalty: float) -> Tensor:
+    """Logits with every seen id divided by `penalty` when positive, multiplied when negative (arXiv 1909.05858)."""
+    is_seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    is_seen[:, seen.context_ids] = True
+    rows, nodes = seen.ancestors.nonzero(as_tuple=True)
+    is_seen[rows, seen.tokens[nodes]] = True
+    return torch.where(is_seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def gumbel_noise(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
+    """float32 Gumbel noise, broadcast over `positions` and `ids` (int64): -log(-log(u)), u of 32 bits, never infinite."""
+    # float64 holds u = 1 - 2**-33 exactly; in float32 it would be 1 and the noise infinite.
+    u = (philox(seed, positions, ids).double() + 0.5) / 2.0**32
+    return (-torch.log(-torch.log(u))).float()
+
+
+def philox(seed: int, counter0: Tensor, counter1: Tensor) -> Tensor:
+    """int64 in [0, 2**32): the first word of Philox4x32-10 with counter (counter0, counter1, 0, 0) and the 64-bit key `seed`.
+
+    Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
+    """
+    key0, key1 = seed & MASK32, (seed >> 32) & MASK32
+    c0, c1 = torch.broadcast_tensors(counter0, counter1)
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        # int64 products wrap mod 2**64; the sign extension of >> is masked away, so the high word is right.
+        product0, product1 = c0 * PHILOX_M0, c2 * PHILOX_M1
+        c0, c1, c2, c3 = (
+            (product1 >> 32 & MASK32) ^ c1 ^ key0,
+            product1 & MASK32,
+            (product0 >> 32 & MASK32) ^ c3 ^ key1,
+            product0 & MASK32,
+        )
+        key0, key1 = (key0 + PHILOX_W0) & MASK32, (key1 + PHILOX_W1) & MASK32
+    return c0
