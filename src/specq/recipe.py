@@ -12,8 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from specq.errors import UsageError
 
-PIPELINE_NAMES = ("plain", "lookup", "sequence")
-"""The pipelines a recipe may name, beside `auto`."""
+PipelineName = Literal["auto", "plain", "lookup", "sequence"]
+"""What `pipeline` may be; `auto` chooses among the others."""
 
 DEMO_TARGET = "specq:demo"
 """The name of the built-in demo model, wherever a model is named."""
@@ -46,7 +46,7 @@ Ref = Annotated[ModelRef, BeforeValidator(_as_ref)]
 class PipelineSection(_Section):
     """Which pipeline runs, and the length of what it drafts."""
 
-    name: Literal["auto", "plain", "lookup", "sequence"] = "auto"
+    name: PipelineName = "auto"
     draft_length: int = Field(5, ge=1, le=MAX_DRAFT)
     max_ngram: int = Field(3, ge=1, le=16)
     min_ngram: int = Field(2, ge=1, le=16)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
+import torch
+
 from specq.spec.drafters import Drafter
 from specq.spec.verifier import Verifier
 
@@ -29,6 +31,7 @@ class Speculator:
         self.drafter, self.verifier = drafter, verifier
         self.rounds: list[Round] = []
 
+    @torch.inference_mode()
     def step(self, context: Sequence[int], room: int) -> list[int]:
         """The tokens of one round, at least one and at most `room` (which is at least 1)."""
         began = perf_counter()

@@ -1,0 +1,187 @@
+"""From a recipe to a loaded pipeline: everything is resolved and checked before the first weight is read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from specq.checkpoint import ModelSpec, read_generation_config
+from specq.errors import UnsupportedError, UsageError
+from specq.hub import Snapshot, resolve_model
+from specq.models.causal_lm import CausalLM
+from specq.models.loader import check_memory, load_model, model_spec
+from specq.recipe import ModelRef, Recipe, Sampling, resolve
+from specq.spec.check import check_pair
+from specq.spec.pipelines import Parts, Seat
+from specq.spec.session import Generation, Pipeline
+from specq.spec.tree import MAX_NODES, chain
+from specq.tokenizer import Tokenizer
+
+log = logging.getLogger("specq")
+
+DEFAULT_CONTEXT = 8192
+PROBE_STEPS = 3
+
+
+def load_pipeline(
+    recipe: Recipe | str | None = None,
+    *,
+    pipeline: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    context: int | None = None,
+    threads: int | None = None,
+    offline: bool | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Pipeline:
+    """The recipe's models, loaded and ready to decode. A string is whatever the command line takes as MODEL.
+
+    `context` is in tokens (default: the model's, at most 8192). `threads` is for CPUs; by default it is probed.
+    Raises a SpecqError of the fitting kind before any weight is read when something is missing or does not fit.
+    """
+    say = on_progress or (lambda text: None)
+    recipe = recipe if isinstance(recipe, Recipe) else resolve(recipe)
+    device = choose_device(device)
+    snapshots = {"target": _snapshot(recipe.target, offline, say)}
+    if recipe.intermediate is not None:
+        snapshots["intermediate"] = _snapshot(recipe.intermediate, offline, say)
+    specs = {role: model_spec(snapshot.path) for role, snapshot in snapshots.items()}
+    target = snapshots["target"].path
+    if "intermediate" in snapshots:
+        _require_fit(target, snapshots["intermediate"].path)
+    tokenizer = Tokenizer.load(target)
+    limit = choose_context(specs["target"], recipe.context if context is None else context)
+    contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
+    check_memory(
+        [(spec, snapshots[role].path, contexts[role]) for role, spec in specs.items()], device=device, dtype=dtype
+    )
+    seats = {}
+    for role, snapshot in snapshots.items():
+        say(f"loading {role} {snapshot.repo_id or snapshot.path.name}")
+        model = load_model(snapshot.path, device=device, dtype=dtype)
+        # Slots past the context hold the draft nodes of the last rounds.
+        seats[role] = Seat(model, model.new_cache(contexts[role] + MAX_NODES))
+    if device == "cpu":
+        set_threads(seats["target"].model, threads)
+    loaded = Pipeline(
+        recipe=recipe,
+        parts=Parts(**seats),
+        tokenizer=tokenizer,
+        context=limit,
+        defaults=default_sampling(target),
+        revisions={
+            snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()
+        },
+    )
+    wanted = pipeline or recipe.pipeline.name
+    if wanted == "auto":
+        log.warning("pipeline auto: nothing is measured on this device yet, so plain decoding runs")
+    loaded.use(wanted)
+    return loaded
+
+
+def generate(pipeline: Pipeline, prompt: str | Sequence[dict[str, str]], **options: Any) -> Generation:
+    """The whole answer to a prompt (a text, or messages {"role", "content"}).
+
+    `options` are those of `Pipeline.stream`: sampling, max_new_tokens, stop, skip_special.
+    """
+    stream = pipeline.stream(pipeline.encode(prompt), **options)
+    for _ in stream:
+        pass
+    return stream.result
+
+
+def choose_device(name: str) -> str:
+    """`cpu` or `cuda:N`. Raises UsageError when a GPU is asked for and there is none."""
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+        raise UsageError(f"device `{name}` is unknown", hint="give auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return "cpu"
+    count = torch.cuda.device_count()
+    number = int(index or 0)
+    if number >= count:
+        found = f"this machine has {count} GPU{'s' if count != 1 else ''} that torch can use"
+        raise UsageError(f"device `{name}` is not there: {found}", hint="specq doctor shows what was found")
+    if count > 1 and not index:
+        log.warning("several GPUs: cuda:0 is used, choose another with --device cuda:N")
+    return f"cuda:{number}"
+
+
+def choose_context(spec: ModelSpec, asked: int | None) -> int:
+    """Tokens of context: what was asked for, else the model's own, at most 8192. Raises UsageError beyond the model's."""
+    if asked is None:
+        return min(spec.max_context, DEFAULT_CONTEXT)
+    if not 2 <= asked <= spec.max_context:
+        raise UsageError(
+            f"context `{asked}` is outside what the model takes",
+            hint=f"give 2 to {spec.max_context} tokens",
+        )
+    return asked
+
+
+def default_sampling(folder: Path) -> Sampling:
+    """What the model's generation config asks for; greedy when it does not sample."""
+    config = read_generation_config(folder)
+    if not config.get("do_sample"):
+        return Sampling(temperature=0.0, top_p=None, top_k=None, repetition_penalty=None, seed=None)
+    return Sampling(
+        temperature=config.get("temperature", 1.0),
+        top_p=config.get("top_p"),
+        top_k=config.get("top_k"),
+        repetition_penalty=config.get("repetition_penalty"),
+        seed=None,
+    )
+
+
+def set_threads(model: CausalLM, threads: int | None) -> None:
+    """Use this many CPU threads; None measures one decoding step with 1, half and all cores and takes the fastest.
+
+    On a small or busy machine two threads can be several times slower than one (facts/models.md section 4).
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    candidates = sorted({1, max(1, cores // 2), cores})
+    if len(candidates) == 1:
+        return
+    cache = model.new_cache(PROBE_STEPS)
+    probe = chain([0], device=model.device)
+
+    def step_s(count: int) -> float:
+        torch.set_num_threads(count)
+        times = []
+        for _ in range(PROBE_STEPS):
+            began = perf_counter()
+            model.forward(probe, cache)
+            times.append(perf_counter() - began)
+        return median(times)
+
+    with torch.inference_mode():
+        step_s(cores)  # first calls pay for set-up
+        best = min(candidates, key=step_s)
+    torch.set_num_threads(best)
+
+
+def _snapshot(ref: ModelRef, offline: bool | None, say: Callable[[str], None]) -> Snapshot:
+    return resolve_model(ref.model, revision=ref.revision, offline=offline, progress=say)
+
+
+def _require_fit(target: Path, drafter: Path) -> None:
+    """Raise UnsupportedError naming the first test this pair does not pass."""
+    for result in check_pair(target, drafter):
+        if result.status == "fail":
+            raise UnsupportedError(
+                f"target and intermediate do not fit: {result.name}: {result.detail}",
+                hint="specq check TARGET DRAFTER shows every test",
+            )
