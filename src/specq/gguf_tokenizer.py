@@ -1,0 +1,218 @@
+"""The tokenizer inside a GGUF file as an ordinary tokenizer.json, built once into the cache.
+
+GGUF keeps tokens and merges but only a name (`tokenizer.ggml.pre`) for how text is cut before merging; what
+each name stands for is written here: the digits of SmolLM2 one by one, the NFC form of Qwen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from specq.errors import UnsupportedError, UsageError
+
+# Kinds of tokens, as the GGUF specification numbers them.
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+ARRAY, STRING = 9, 8
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CUTS = {
+    "qwen2": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",
+    "llama3": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+}
+# `tokenizer.ggml.pre` -> how the text is cut
+PRE_TOKENIZERS = {
+    "smollm": "digits",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+    "llama-bpe": "llama3",
+    "llama3": "llama3",
+    "llama-v3": "llama3",
+    "gpt-2": "gpt2",
+    "default": "gpt2",
+}
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The key-value pairs of a GGUF file, arrays as lists; the tensors are not touched.
+
+    Raises: UsageError for a file that is no GGUF, is cut short or damaged.
+    """
+    try:
+        with open(path, "rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data).pairs()
+    except (struct.error, ValueError, UnicodeDecodeError) as error:
+        raise UsageError(f"`{path}` is not a whole GGUF file: {error}", hint="download it again") from error
+
+
+def gguf_file(path: Path) -> Path:
+    """The one GGUF file of a folder, or the file itself.
+
+    Raises: UsageError when a folder holds several.
+    """
+    if path.is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        raise UsageError(
+            f"`{path}` holds {len(files)} GGUF files: {', '.join(file.name for file in files)}",
+            hint=f"name one of them, such as {path / files[0].name}" if files else None,
+        )
+    return files[0]
+
+
+def convert(path: Path) -> Path:
+    """A cached folder with the tokenizer.json of a GGUF file; the first call writes it."""
+    from specq import hub
+
+    metadata = read_metadata(gguf_file(path))
+    relevant = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+    target = hub.cache_dir() / "tokenizers" / f"gguf-{digest[:32]}"
+    return hub.build_folder(target, lambda empty: write_tokenizer(metadata, empty))
+
+
+def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json (chat template inside) from GGUF metadata.
+
+    Raises: UnsupportedError for a kind of tokenizer that specq cannot rebuild exactly.
+    """
+    backend = build_tokenizer(metadata)
+    backend.save(str(folder / "tokenizer.json"))
+    tokens = metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and index < len(tokens):
+            config[f"{name}_token"] = tokens[index]
+    config["clean_up_tokenization_spaces"] = False
+    if "tokenizer.chat_template" in metadata:
+        config["chat_template"] = metadata["tokenizer.chat_template"]
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def build_tokenizer(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The byte-level BPE tokenizer that GGUF metadata describes; every control token stays one id."""
+    kind = metadata.get("tokenizer.ggml.model")
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+        raise UnsupportedError(
+            f"the GGUF file has a tokenizer of the kind `{kind}`, `{pre}`: "
+            f"specq rebuilds `gpt2` with {', '.join(sorted(PRE_TOKENIZERS))}",
+            hint="put the tokenizer.json of the original model beside the GGUF file",
+        )
+    cut = PRE_TOKENIZERS[pre]
+    tokens, types = _used_tokens(metadata)
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=cut == "llama3"))
+    if cut == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _pre_tokenizer(cut)
+    backend.decoder = decoders.ByteLevel()
+    added = [
+        (token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)
+    ]
+    backend.add_tokens(
+        [AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added]
+    )
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    # llama.cpp adds BOS to the Llama 3 kind also where the file does not say so
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", cut == "llama3"):
+        backend.post_processor = processors.TemplateProcessing(
+            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
+        )
+    return backend
+
+
+def _used_tokens(metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
+    """Tokens and their kinds without the rows that only pad the embedding at its end."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    end = len(tokens)
+    while end > 0 and types[end - 1] == UNUSED:
+        end -= 1
+    return tokens[:end], types[:end]
+
+
+def _pre_tokenizer(cut: str) -> pre_tokenizers.PreTokenizer:
+    if cut == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if cut == "digits":
+        parts = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    else:
+        parts = [
+            pre_tokenizers.Split(Regex(_CUTS[cut]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    return pre_tokenizers.Sequence(parts)
+
+
+class _Reader:
+    """Walks the header of a GGUF file; every length is checked against the file before it is believed."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._position = 0
+
+    def pairs(self) -> dict[str, Any]:
+        if self._data[:4] != b"GGUF":
+            raise ValueError("it does not start with `GGUF`")
+        self._position = 4
+        (version,) = self._unpack("I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is not 2 or 3")
+        _, count = self._unpack("QQ")
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            key = self._string()
+            (kind,) = self._unpack("I")
+            found[key] = self._value(kind)
+        return found
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            return self._unpack(_scalar(kind))[0]
+        kind, count = self._unpack("IQ")
+        if count > len(self._data):
+            raise ValueError(f"an array of {count} entries is longer than the file")
+        if kind == STRING:
+            return [self._string() for _ in range(count)]
+        return list(self._unpack(f"{count}{_scalar(kind)}"))
+
+    def _unpack(self, form: str) -> Sequence[Any]:
+        values = struct.unpack_from(f"<{form}", self._data, self._position)
+        self._position += struct.calcsize(f"<{form}")
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._unpack("Q")
+        end = self._position + length
+        if end > len(self._data):
+            raise ValueError("a string runs past the end")
+        text = self._data[self._position : end].decode("utf-8", errors="replace")
+        self._position = end
+        return text
+
+
+def _scalar(kind: int) -> str:
+    if kind not in SCALARS:
+        raise ValueError(f"a value of kind {kind} is unknown")
+    return SCALARS[kind]
