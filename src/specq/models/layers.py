@@ -1,0 +1,172 @@
+"""One decoder layer, and attention over a cache for the nodes of a chain or a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specq.checkpoint import ModelSpec
+from specq.models.rope import rotate
+
+FOLDED_NODES = 64
+"""Up to here the queries that share a key head become rows of one product, which reads K and V once."""
+
+
+@dataclass(frozen=True)
+class AttentionView:
+    """What the nodes of one forward see in layers of one window: slots from `start` on, under `mask`.
+
+    `mask` is additive, [rows, slots]; with no mask the nodes see every slot, or the causal part when `is_causal`.
+    """
+
+    start: int
+    mask: Tensor | None
+    is_causal: bool
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind an RMSNorm and added to the residual stream.
+
+    `qkv` and `gate_up` are single products over concatenated rows.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        norms: tuple[Tensor, Tensor],
+        head_norms: tuple[Tensor, Tensor] | None,
+        qkv: nn.Module,
+        o: nn.Module,
+        gate_up: nn.Module,
+        down: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
+        self.eps = spec.norm_eps
+        self.attention_norm, self.mlp_norm = map(frozen, norms)
+        self.has_head_norms = head_norms is not None
+        if head_norms is not None:
+            self.q_norm, self.k_norm = map(frozen, head_norms)
+        self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        slots: tuple[Tensor, Tensor],
+        seen: tuple[Tensor, Tensor],
+        view: AttentionView,
+        act: str,
+    ) -> Tensor:
+        """The residual stream [nodes, hidden] after this layer.
+
+        Writes K and V of the nodes to `slots` ([kv_heads, nodes, head_dim] each), then attends to `seen`
+        ([1, kv_heads, slots, head_dim] each), of which `slots` are the end.
+        """
+        h = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
+        qkv = self.qkv(h, act).view(x.shape[0], -1, self.head_dim)  # [nodes, heads + 2 kv_heads, head_dim]
+        turning, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        if self.has_head_norms:
+            turning = self._normalised(turning)
+        turned = rotate(turning, *rope)
+        slots[0].copy_(turned[:, self.heads :].transpose(0, 1))
+        slots[1].copy_(v.transpose(0, 1))
+        x = x + self.o(attend(turned[:, : self.heads], *seen, view), act)
+        h = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
+        gate, up = self.gate_up(h, act).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up, act)
+
+    def _normalised(self, qk: Tensor) -> Tensor:
+        """Every query and key head scaled to unit size, then by the weights of its kind (Qwen3)."""
+        shape = qk.shape[-1:]
+        q = F.rms_norm(qk[:, : self.heads], shape, self.q_norm, self.eps)
+        k = F.rms_norm(qk[:, self.heads :], shape, self.k_norm, self.eps)
+        return torch.cat((q, k), 1)
+
+
+class DenseLinear(nn.Module):
+    """A 16- or 32-bit product; activations have one precision only, so `act` changes nothing."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = frozen(weight)
+        self.bias = None if bias is None else frozen(bias)
+
+    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class SideBySide(nn.Module):
+    """Products that cannot be one (4-bit groupings or orders that differ), their outputs concatenated."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
+        return torch.cat([part(x, act) for part in self.parts], -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, view: AttentionView) -> Tensor:
+    """Attention of queries [nodes, heads, head_dim] over k, v [1, kv_heads, slots, head_dim]: [nodes, heads * head_dim]."""
+    nodes, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if nodes > FOLDED_NODES:
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            k,
+            v,
+            attn_mask=view.mask,
+            is_causal=view.is_causal,
+            enable_gqa=heads != kv_heads,
+        )
+        return out[0].transpose(0, 1).reshape(nodes, heads * head_dim)
+    rows = q.reshape(nodes, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
+    out = F.scaled_dot_product_attention(
+        rows, k, v, attn_mask=view.mask
+    )  # [1, kv_heads, nodes * group, head_dim]
+    return out.view(kv_heads, nodes, -1).transpose(0, 1).reshape(nodes, heads * head_dim)
+
+
+def attention_view(
+    ancestors: Tensor | None,
+    positions: Tensor,
+    *,
+    base: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+) -> AttentionView:
+    """What nodes at `positions` [nodes] see: the `base` committed slots, then nodes by `ancestors`, all in the window.
+
+    `ancestors` is bool [nodes, nodes], None for a chain. Slots before the window of the first node are cut off.
+    """
+    nodes = positions.shape[0]
+    start = 0 if window is None else max(0, base + 1 - window)
+    if nodes == 1:
+        return AttentionView(start, None, False)
+    within_window = window is None or base + nodes <= window
+    is_folded = nodes <= FOLDED_NODES
+    if ancestors is None and base == 0 and within_window and not is_folded:
+        return AttentionView(start, None, True)
+    slots = torch.arange(start, base + nodes, device=positions.device)
+    if ancestors is None:
+        allowed = slots <= positions[:, None]
+    else:
+        # A node's slot says nothing about its position: siblings share one.
+        slots = torch.cat((slots[: base - start], positions))
+        allowed = torch.cat((ancestors.new_ones(nodes, base - start), ancestors), 1)
+    if not within_window:
+        allowed = allowed & (positions[:, None] - slots < window)
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=positions.device).masked_fill_(~allowed, -torch.inf)
+    return AttentionView(start, mask.repeat_interleave(group, 0) if is_folded else mask, False)
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """The tensor as a parameter of a module that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)

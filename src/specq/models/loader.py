@@ -1,0 +1,197 @@
+"""From a folder or a GGUF file to a CausalLM: everything is checked first, then tensors move one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from specq.checkpoint import ModelSpec, read_config
+from specq.errors import UnsupportedError, UsageError
+from specq.models.causal_lm import CausalLM
+from specq.models.layers import DecoderLayer, DenseLinear
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+NAMED = 3
+"""How many tensors a message names before it counts the rest."""
+
+
+def load_model(path: Path, *, device: str = "cpu", dtype: str = "auto") -> CausalLM:
+    """The model in a local folder or .gguf file, on `device`.
+
+    `dtype` is that of activations, K and V; "auto" is float32 on a CPU and the checkpoint's 16-bit type on a GPU.
+    Raises UnsupportedError or UsageError before any weight is read when the model is not one specq runs or its
+    tensors are not those its config promises.
+    """
+    from specq.tensors import open_weights
+
+    spec = model_spec(path)
+    return build_model(spec, open_weights(path, spec), device=device, dtype=dtype)
+
+
+def model_spec(path: Path) -> ModelSpec:
+    """What the model in a local folder or .gguf file is, without reading weights."""
+    from specq.tensors import gguf_config
+
+    if path.suffix == ".gguf":
+        return ModelSpec.from_config(gguf_config(path))
+    if not (path / "config.json").is_file() and (files := sorted(path.glob("*.gguf"))):
+        if len(files) > 1:
+            raise UsageError(
+                f"`{path}` holds {len(files)} GGUF files", hint=f"name one of them, such as {files[0]}"
+            )
+        return ModelSpec.from_config(gguf_config(files[0]))
+    return ModelSpec.from_config(read_config(path))
+
+
+def build_model(spec: ModelSpec, source, *, device: str = "cpu", dtype: str = "auto") -> CausalLM:
+    """The model of these weights; see `load_model`."""
+    check_tensors(spec, source)
+    kind, place = choose_dtype(dtype, spec, device), torch.device(device)
+    builder = _Builder(spec, source, place, kind)
+    return builder.model()
+
+
+def choose_dtype(name: str, spec: ModelSpec, device: str) -> torch.dtype:
+    """The dtype of activations. Raises UsageError for an unknown name."""
+    if name == "auto":
+        if not device.startswith("cuda"):
+            return torch.float32
+        return torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    if name not in DTYPES:
+        raise UsageError(f"dtype `{name}` is unknown", hint=f"give auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor the model needs, 4-bit matrices by their logical [out, in]."""
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    products = {
+        "self_attn.q_proj": (q, spec.hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv, spec.hidden, spec.qkv_bias),
+        "self_attn.o_proj": (spec.hidden, q, spec.o_bias),
+        "mlp.gate_proj": (spec.intermediate, spec.hidden, spec.mlp_bias),
+        "mlp.up_proj": (spec.intermediate, spec.hidden, spec.mlp_bias),
+        "mlp.down_proj": (spec.hidden, spec.intermediate, spec.mlp_bias),
+    }
+    norms = {"input_layernorm": spec.hidden, "post_attention_layernorm": spec.hidden}
+    if spec.qk_norm:
+        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab, spec.hidden), NORM: (spec.hidden,)}
+    if not spec.tie_embeddings:
+        shapes[HEAD] = (spec.vocab, spec.hidden)
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
+        for name, (rows, columns, has_bias) in products.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    return shapes
+
+
+def check_tensors(spec: ModelSpec, source) -> None:
+    """Raise unless the source holds the tensors of `expected_tensors` in their shapes, and no others of weight.
+
+    Frequencies saved with old checkpoints, a head beside a tied embedding and zero biases written by old
+    quantizers are passed over: they do not change what the model computes.
+    """
+    expected, names = expected_tensors(spec), source.names()
+    missing = [name for name in expected if name not in names]
+    if missing:
+        raise UsageError(
+            f"the weights lack {_named(missing)}",
+            hint="download the model again, or check that config.json belongs to these weights",
+        )
+    for name, shape in expected.items():
+        if source.shape(name) != shape:
+            raise UsageError(
+                f"`{name}` is {list(source.shape(name))}, config.json says {list(shape)}",
+                hint="check that config.json belongs to these weights",
+            )
+    extra = [name for name in sorted(names - expected.keys()) if not _is_harmless(name, spec, source)]
+    if extra:
+        raise UnsupportedError(
+            f"the weights hold {_named(extra)}, which a `{spec.family}` model as config.json describes it has not",
+            hint="check that config.json belongs to these weights",
+        )
+
+
+def _is_harmless(name: str, spec: ModelSpec, source) -> bool:
+    if name.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tie_embeddings):
+        return True
+    is_zero_bias = name.endswith("_proj.bias") and spec.quantization is not None
+    return is_zero_bias and not bool(source.tensor(name).any())
+
+
+class _Builder:
+    """Moves the source's tensors into modules, layer by layer."""
+
+    def __init__(self, spec: ModelSpec, source, device: torch.device, dtype: torch.dtype) -> None:
+        self.spec, self.source, self.device, self.dtype = spec, source, device, dtype
+
+    def model(self) -> CausalLM:
+        spec = self.spec
+        if spec.tie_embeddings:
+            embedding = self._vector(EMBEDDING)
+            head = self._linear(embedding, None)
+        else:
+            # Only rows are read from it, so it stays in the file's type: exact, and half the memory of fp32.
+            embedding = self.source.tensor(EMBEDDING).to(self.device)
+            head = self._product(["lm_head"])
+        layers = [self._layer(f"model.layers.{layer}.") for layer in range(spec.layers)]
+        return CausalLM(spec, embedding=embedding, layers=layers, norm=self._vector(NORM), head=head)
+
+    def _layer(self, prefix: str) -> DecoderLayer:
+        attention = f"{prefix}self_attn."
+        return DecoderLayer(
+            self.spec,
+            norms=(
+                self._vector(f"{prefix}input_layernorm.weight"),
+                self._vector(f"{prefix}post_attention_layernorm.weight"),
+            ),
+            head_norms=(
+                (self._vector(f"{attention}q_norm.weight"), self._vector(f"{attention}k_norm.weight"))
+                if self.spec.qk_norm
+                else None
+            ),
+            qkv=self._product([f"{attention}{name}_proj" for name in "qkv"]),
+            o=self._product([f"{attention}o_proj"]),
+            gate_up=self._product([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"]),
+            down=self._product([f"{prefix}mlp.down_proj"]),
+        )
+
+    def _product(self, prefixes: Sequence[str]) -> nn.Module:
+        """One product over the rows of all these matrices, or several side by side where they do not fuse."""
+        weights = [self.source.linear(prefix) for prefix in prefixes]
+        biases = [self._bias(prefix) for prefix in prefixes]
+        fused = torch.cat(weights)
+        return self._linear(fused, None if biases[0] is None else torch.cat(biases))
+
+    def _bias(self, prefix: str) -> Tensor | None:
+        has_bias = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "o_bias"}
+        kind = prefix.rsplit(".", 1)[-1].removesuffix("_proj")
+        if kind == "lm_head" or not getattr(self.spec, has_bias.get(kind, "mlp_bias")):
+            return None
+        return self.source.tensor(f"{prefix}.bias")
+
+    def _linear(self, weight, bias: Tensor | None) -> nn.Module:
+        cast = [None if part is None else part.to(self.device, self.dtype) for part in (weight, bias)]
+        return DenseLinear(*cast)
+
+    def _vector(self, name: str) -> Tensor:
+        return self.source.tensor(name).to(self.device, self.dtype)
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
