@@ -60,7 +60,9 @@ def load_pipeline(
     limit = choose_context(specs["target"], recipe.context if context is None else context)
     contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
     check_memory(
-        [(spec, snapshots[role].path, contexts[role]) for role, spec in specs.items()], device=device, dtype=dtype
+        [(spec, snapshots[role].path, contexts[role]) for role, spec in specs.items()],
+        device=device,
+        dtype=dtype,
     )
     seats = {}
     for role, snapshot in snapshots.items():

@@ -52,11 +52,11 @@ class Sampler:
 
     def __call__(self, logits: Tensor, positions: Tensor, seen: Seen | None = None) -> Tensor:
         """int64 [rows]: the token at each absolute position. `logits` [rows, vocab], `positions` int64 [rows]."""
-        logits = logits[:, : self.vocab]
         if self.needs_seen:
             if seen is None:
                 raise ValueError("seen: a repetition penalty needs the prefix")
             logits = penalize(logits, seen, self.repetition_penalty)
+        logits = logits[:, : self.vocab]
         if self.temperature == 0.0:
             return logits.argmax(-1)
         scores, ids = self._candidates(logits / self.temperature)

@@ -92,7 +92,9 @@ class Pipeline:
         """
         name = "plain" if name in ("auto", "off") else name
         if name not in PIPELINES:
-            raise UsageError(f"there is no pipeline `{name}`", hint=f"choose one of {', '.join(PIPELINES)}, auto")
+            raise UsageError(
+                f"there is no pipeline `{name}`", hint=f"choose one of {', '.join(PIPELINES)}, auto"
+            )
         if reason := PIPELINES[name].missing(self.parts):
             raise UnsupportedError(f"pipeline `{name}` cannot run: it {reason}")
         self.name = name
@@ -231,7 +233,9 @@ class Stream:
     def result(self) -> Generation:
         """The run record. Raises UsageError while the stream is still running."""
         if self._result is None:
-            raise UsageError("the answer is not finished", hint="read the stream to its end or close it first")
+            raise UsageError(
+                "the answer is not finished", hint="read the stream to its end or close it first"
+            )
         return self._result
 
     def _new_text(self) -> str:

@@ -39,9 +39,7 @@ class Speculator:
             decided = self.verifier.prefill(context)
             self.rounds.append(Round(True, 0, len(decided), 0.0, (perf_counter() - began) * 1e3))
             return decided
-        tree = self.drafter.propose(
-            context, max_nodes=self.verifier.max_draft(context), max_depth=room - 1
-        )
+        tree = self.drafter.propose(context, max_nodes=self.verifier.max_draft(context), max_depth=room - 1)
         drafted = perf_counter()
         decided = self.verifier.verify(context, tree)
         ended = perf_counter()

@@ -1,0 +1,1 @@
+"""Measurements on real prompts, and what they are compared with."""
