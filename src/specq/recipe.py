@@ -47,9 +47,9 @@ class PipelineSection(_Section):
     """Which pipeline runs, and the length of what it drafts."""
 
     name: PipelineName = "auto"
-    draft_length: int = Field(5, ge=1, le=MAX_DRAFT)
-    max_ngram: int = Field(3, ge=1, le=16)
-    min_ngram: int = Field(2, ge=1, le=16)
+    draft_length: int = Field(default=5, ge=1, le=MAX_DRAFT)
+    max_ngram: int = Field(default=3, ge=1, le=16)
+    min_ngram: int = Field(default=2, ge=1, le=16)
 
 
 def _as_pipeline(value: Any) -> Any:
@@ -59,11 +59,11 @@ def _as_pipeline(value: Any) -> Any:
 class Sampling(_Section):
     """How tokens are chosen; what is not set comes from the model's generation config."""
 
-    temperature: float | None = Field(None, ge=0.0, le=100.0)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=0)
-    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
-    seed: int | None = Field(None, ge=0, lt=2**64)
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=0)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0)
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
 
 
 class Recipe(_Section):
@@ -73,7 +73,7 @@ class Recipe(_Section):
     intermediate: Ref | None = None
     pipeline: Annotated[PipelineSection, BeforeValidator(_as_pipeline)] = Field(default_factory=PipelineSection)
     sampling: Sampling = Field(default_factory=Sampling)
-    context: int | None = Field(None, ge=2)
+    context: int | None = Field(default=None, ge=2)
 
 
 def load_recipe(source: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
@@ -85,9 +85,7 @@ def load_recipe(source: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(
-            f"recipe `{source}` does not exist", hint="specq recipe ls shows the shipped ones"
-        ) from None
+        raise UsageError(f"recipe `{source}` does not exist", hint="specq recipe ls shows the shipped ones") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"recipe `{path}` is not YAML: {_one_line(error)}") from None
     if not isinstance(data, dict):
@@ -121,9 +119,10 @@ def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:
     """
     if model is None:
         return load_recipe(DEFAULT_RECIPE, overrides=overrides)
-    if model.endswith((".yaml", ".yml")) or model in list_recipes():
-        if not is_local_model(model):
-            return load_recipe(model, overrides=overrides)
+    if model.endswith((".yaml", ".yml")):
+        return load_recipe(model, overrides=overrides)
+    if model in list_recipes() and not is_local_model(model):
+        return load_recipe(model, overrides=overrides)
     if is_local_model(model) or model == DEMO_TARGET or is_hub_id(model):
         return build_recipe({"target": model}, overrides=overrides, origin=model)
     near = difflib.get_close_matches(model, [*list_recipes(), *_folders_here()], n=1)

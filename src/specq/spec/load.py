@@ -78,9 +78,7 @@ def load_pipeline(
         tokenizer=tokenizer,
         context=limit,
         defaults=default_sampling(target),
-        revisions={
-            snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()
-        },
+        revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
     )
     wanted = pipeline or recipe.pipeline.name
     if wanted == "auto":
@@ -120,7 +118,7 @@ def choose_device(name: str) -> str:
 
 
 def choose_context(spec: ModelSpec, asked: int | None) -> int:
-    """Tokens of context: what was asked for, else the model's own, at most 8192. Raises UsageError beyond the model's."""
+    """Tokens of context: what was asked for, else the model's own, at most 8192. Raises UsageError past the model's."""
     if asked is None:
         return min(spec.max_context, DEFAULT_CONTEXT)
     if not 2 <= asked <= spec.max_context:
@@ -135,13 +133,12 @@ def default_sampling(folder: Path) -> Sampling:
     """What the model's generation config asks for; greedy when it does not sample."""
     config = read_generation_config(folder)
     if not config.get("do_sample"):
-        return Sampling(temperature=0.0, top_p=None, top_k=None, repetition_penalty=None, seed=None)
+        return Sampling(temperature=0.0)
     return Sampling(
         temperature=config.get("temperature", 1.0),
         top_p=config.get("top_p"),
         top_k=config.get("top_k"),
         repetition_penalty=config.get("repetition_penalty"),
-        seed=None,
     )
 
 

@@ -67,9 +67,7 @@ def _plain(parts: Parts, sampler: Sampler, section: PipelineSection) -> Speculat
 
 
 def _lookup(parts: Parts, sampler: Sampler, section: PipelineSection) -> Speculator:
-    drafter = PromptLookup(
-        draft_length=section.draft_length, max_ngram=section.max_ngram, min_ngram=section.min_ngram
-    )
+    drafter = PromptLookup(draft_length=section.draft_length, max_ngram=section.max_ngram, min_ngram=section.min_ngram)
     return Speculator(drafter, parts.target.verifier(sampler))
 
 

@@ -99,14 +99,14 @@ def penalize(logits: Tensor, seen: Seen, penalty: float) -> Tensor:
 
 
 def gumbel_noise(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
-    """float32 Gumbel noise, broadcast over `positions` and `ids` (int64): -log(-log(u)), u of 32 bits, never infinite."""
+    """float32 Gumbel noise -log(-log(u)), u of 32 bits, never infinite; `positions` and `ids` (int64) broadcast."""
     # float64 holds u = 1 - 2**-33 exactly; in float32 it would be 1 and the noise infinite.
     u = (philox(seed, positions, ids).double() + 0.5) / 2.0**32
     return (-torch.log(-torch.log(u))).float()
 
 
 def philox(seed: int, counter0: Tensor, counter1: Tensor) -> Tensor:
-    """int64 in [0, 2**32): the first word of Philox4x32-10 with counter (counter0, counter1, 0, 0) and the 64-bit key `seed`.
+    """int64 in [0, 2**32): first word of Philox4x32-10 at counter (counter0, counter1, 0, 0), key the 64-bit `seed`.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
     """

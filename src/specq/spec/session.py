@@ -92,9 +92,7 @@ class Pipeline:
         """
         name = "plain" if name in ("auto", "off") else name
         if name not in PIPELINES:
-            raise UsageError(
-                f"there is no pipeline `{name}`", hint=f"choose one of {', '.join(PIPELINES)}, auto"
-            )
+            raise UsageError(f"there is no pipeline `{name}`", hint=f"choose one of {', '.join(PIPELINES)}, auto")
         if reason := PIPELINES[name].missing(self.parts):
             raise UnsupportedError(f"pipeline `{name}` cannot run: it {reason}")
         self.name = name
@@ -161,9 +159,7 @@ class Pipeline:
             read_text=reader.push,
         )
         self._tokens = ids
-        return Stream(
-            speculator, ids, rule, reader, reused_tokens=reused, pipeline=self.name, seed=sampler.seed
-        )
+        return Stream(speculator, ids, rule, reader, reused_tokens=reused, pipeline=self.name, seed=sampler.seed)
 
     def sampler(self, sampling: Sampling | None = None) -> Sampler:
         """The sampler of these settings; what is unset comes from the recipe, then from the model's own defaults."""
@@ -203,7 +199,7 @@ class Stream:
         self._speculator, self._context, self._rule, self._reader = speculator, context, rule, reader
         self._start = len(context)
         self._shown = 0
-        self._labels = {"reused_tokens": reused_tokens, "pipeline": pipeline, "seed": seed}
+        self._reused_tokens, self._pipeline, self._seed = reused_tokens, pipeline, seed
         self._times: list[float] = [perf_counter()]  # start, first token, last token
         self._tokens = generate(speculator, context, rule)
         self._result: Generation | None = None
@@ -233,9 +229,7 @@ class Stream:
     def result(self) -> Generation:
         """The run record. Raises UsageError while the stream is still running."""
         if self._result is None:
-            raise UsageError(
-                "the answer is not finished", hint="read the stream to its end or close it first"
-            )
+            raise UsageError("the answer is not finished", hint="read the stream to its end or close it first")
         return self._result
 
     def _new_text(self) -> str:
@@ -272,17 +266,17 @@ class Stream:
             tokens_out=len(ids),
             finish_reason=reason,
             prompt_tokens=self._start,
+            reused_tokens=self._reused_tokens,
             ttft_s=first - start if first is not None else None,
             decode_tps=later / decode_s if later > 0 and decode_s > 0 else None,
             e2e_tps=len(ids) / (last - start) if last is not None else None,
             accept_len=later / len(decode) if decode else None,
-            accept_len_inner=(
-                sum(r.decided for r in inner_rounds) / len(inner_rounds) if inner_rounds else None
-            ),
+            accept_len_inner=(sum(r.decided for r in inner_rounds) / len(inner_rounds) if inner_rounds else None),
             rounds=len(decode),
             draft_ms=draft_ms,
             intermediate_ms=intermediate_ms,
             verify_ms=verify_ms,
             overhead_ms=max(0.0, decode_s * 1e3 - draft_ms - intermediate_ms - verify_ms),
-            **self._labels,
+            pipeline=self._pipeline,
+            seed=self._seed,
         )

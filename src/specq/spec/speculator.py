@@ -43,9 +43,7 @@ class Speculator:
         drafted = perf_counter()
         decided = self.verifier.verify(context, tree)
         ended = perf_counter()
-        self.rounds.append(
-            Round(False, len(tree), len(decided), (drafted - began) * 1e3, (ended - drafted) * 1e3)
-        )
+        self.rounds.append(Round(False, len(tree), len(decided), (drafted - began) * 1e3, (ended - drafted) * 1e3))
         return decided
 
     def extend(self, context: Sequence[int], *, at_least: int, at_most: int) -> list[int]:

@@ -80,7 +80,7 @@ def graft(pending: Sequence[int], tree: DraftTree) -> DraftTree:
 
 
 def walk(tree: DraftTree, sampled: Sequence[int], *, start: int) -> list[int]:
-    """The nodes from `start` down that follow the sampled tokens: a child is taken while its token is its parent's sample.
+    """The nodes from `start` down that follow the sampled tokens: a child is taken while it is its parent's sample.
 
     `sampled[i]` belongs to node `start + i`. Of two equal siblings the first is taken. Source: DESIGN.md section 4.
     """

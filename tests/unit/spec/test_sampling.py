@@ -34,9 +34,7 @@ def test_philox_gives_the_published_known_answer() -> None:
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(0, 2**20))
 def test_philox_equals_integer_arithmetic(seed: int, position: int, token: int) -> None:
-    assert int(philox(seed, torch.tensor(position), torch.tensor(token))) == philox_numpy(
-        seed, position, token
-    )
+    assert int(philox(seed, torch.tensor(position), torch.tensor(token))) == philox_numpy(seed, position, token)
 
 
 def test_noise_is_finite_at_both_ends_of_u(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +67,7 @@ def test_samples_follow_the_filtered_softmax() -> None:
     st.sampled_from([0.05, 0.5, 0.9, 1.0]),
     st.sampled_from([0.3, 1.0, 2.5]),
 )
-def test_filters_keep_what_transformers_keeps(
-    seed: int, top_k: int, top_p: float, temperature: float
-) -> None:
+def test_filters_keep_what_transformers_keeps(seed: int, top_k: int, top_p: float, temperature: float) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
     expected = logits / temperature
     if top_k:
@@ -87,9 +83,7 @@ def test_flat_distributions_beyond_the_sorted_candidates_are_exact(monkeypatch: 
     logits = torch.linspace(0, 0.01, 300, dtype=torch.float64)[None]
     whole = Sampler(temperature=1.0, top_p=0.9, seed=1)(logits.expand(50, -1), torch.arange(50))
     monkeypatch.setattr(sampling, "TOP_P_CANDIDATES", 16)
-    assert torch.equal(
-        whole, Sampler(temperature=1.0, top_p=0.9, seed=1)(logits.expand(50, -1), torch.arange(50))
-    )
+    assert torch.equal(whole, Sampler(temperature=1.0, top_p=0.9, seed=1)(logits.expand(50, -1), torch.arange(50)))
 
 
 def test_repetition_penalty_counts_each_nodes_own_ancestors() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -47,23 +49,17 @@ def test_walk_takes_the_deepest_path_the_samples_follow(
     all_parents = full.parents.tolist()
     all_tokens = full.tokens.tolist()
     start = len(pending) - 1
-    sampled = data.draw(
-        st.lists(st.integers(0, 3), min_size=len(all_tokens) - start, max_size=len(all_tokens) - start)
-    )
+    sampled = data.draw(st.lists(st.integers(0, 3), min_size=len(all_tokens) - start, max_size=len(all_tokens) - start))
     got = walk(full, sampled, start=start)
 
     def follows(path: list[int]) -> bool:
-        return all(all_tokens[b] == sampled[a - start] for a, b in zip(path, path[1:], strict=False))
+        return all(all_tokens[b] == sampled[a - start] for a, b in itertools.pairwise(path))
 
     candidates = [
-        path[start:]
-        for node in range(start, len(all_tokens))
-        if follows((path := path_to(all_parents, node))[start:])
+        path[start:] for node in range(start, len(all_tokens)) if follows((path := path_to(all_parents, node))[start:])
     ]
     # Equal siblings are the only freedom: the first is taken, so compare the tokens' length against the best of those.
-    first_choice = [
-        c for c in candidates if all(is_first_sibling(all_parents, all_tokens, n, start) for n in c)
-    ]
+    first_choice = [c for c in candidates if all(is_first_sibling(all_parents, all_tokens, n, start) for n in c)]
     assert got == max(first_choice, key=len)
 
 
