@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from specq.chat_template import ChatTemplate, Message, fold_system, read_chat_template
 from specq.errors import SpecqError, UnsupportedError, UsageError
@@ -45,9 +45,7 @@ class Tokenizer:
         self.named = dict(named or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self.size: int = max(
-            [backend.get_vocab_size(with_added_tokens=True), *(index + 1 for index in added)]
-        )
+        self.size: int = max([backend.get_vocab_size(with_added_tokens=True), *(index + 1 for index in added)])
         self.bos_id: int | None = self._named_id("bos_token")
         self._declared_eos = frozenset(eos_ids) | {
             index for index in [self._named_id("eos_token")] if index is not None
@@ -100,8 +98,7 @@ class Tokenizer:
     ) -> str:
         """The text the model reads for a chat; `thinking` is passed to templates that know enable_thinking.
 
-        A system text the template refuses or leaves out goes in front of the first user turn, said once in the
-        log.
+        A system text the template refuses or leaves out goes before the first user turn; the log says so.
         Raises: UsageError without a chat template, or when it refuses the messages.
         """
         if self._template is None:
@@ -120,9 +117,7 @@ class Tokenizer:
         except UsageError:
             if not system:
                 raise
-        text = self._template.render(
-            fold_system(messages), add_generation_prompt=add_generation_prompt, **variables
-        )
+        text = self._template.render(fold_system(messages), add_generation_prompt=add_generation_prompt, **variables)
         self._say_once("the chat template takes no system text: it is put before the first user turn")
         return text
 
@@ -152,12 +147,7 @@ class Tokenizer:
             if token is None or index in self.special_ids or BYTE_TOKEN.fullmatch(token):
                 continue
             text = self.decode([index])
-            if (
-                text
-                and text.isascii()
-                and text.isprintable()
-                and self.decode([index, index])[len(text) :].strip()
-            ):
+            if text and text.isascii() and text.isprintable() and self.decode([index, index])[len(text) :].strip():
                 return index
         return None
 
@@ -200,9 +190,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._held: list[int] = []
-        self._prefix: list[
-            int
-        ] = []  # empty until text came out: some decoders strip the first space of a text
+        self._prefix: list[int] = []  # empty until text came out: some decoders strip the first space of a text
         self._prefix_length = 0
 
     def push(self, token_id: int) -> str:
@@ -276,7 +264,7 @@ def _config_ids(folder: Path, key: str) -> list[int]:
 def _named_tokens(
     source: Path, config: Mapping[str, Any], model_folder: Path, backend: tokenizers.Tokenizer
 ) -> dict[str, str]:
-    """Which token is bos_token, eos_token and so on; beside a bare tokenizer.json, config.json's ids say it."""
+    """Which token is bos_token, eos_token and so on; beside a bare tokenizer.json config.json tells."""
     older = _read_json(source / "special_tokens_map.json")
     named: dict[str, str] = {}
     for name in NAMED_TOKENS:
@@ -290,9 +278,9 @@ def _named_tokens(
 
 
 def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Gives the backend what only tokenizer_config.json says: tokens added later, and whether BOS is added.
+    """Adds the tokens that only tokenizer_config.json names, as transformers does on loading.
 
-    transformers does the same on loading, so that ids agree.
+    Whether BOS is put in front, tokenizer.json alone decides: transformers ignores add_bos_token beside one.
     """
     for index, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
@@ -306,13 +294,6 @@ def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: M
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     lacking = sorted(set(named.values()) - known)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in lacking])
-    if "add_bos_token" in config or "add_eos_token" in config:
-        before = [named["bos_token"]] if config.get("add_bos_token") and "bos_token" in named else []
-        after = [named["eos_token"]] if config.get("add_eos_token") and "eos_token" in named else []
-        backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *after],
-            special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
-        )
 
 
 def _converted(folder: Path) -> Path:
@@ -329,9 +310,7 @@ def _converted(folder: Path) -> Path:
         )
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
-        if file.name in (*CONVERTIBLE, "merges.txt", "added_tokens.json") or file.name.startswith(
-            "tokenizer"
-        ):
+        if file.name in (*CONVERTIBLE, "merges.txt", "added_tokens.json") or file.name.startswith("tokenizer"):
             digest.update(file.name.encode() + file.read_bytes())
     target = hub.cache_dir() / "tokenizers" / digest.hexdigest()[:32]
     return hub.build_folder(target, lambda empty: _convert_by_transformers(folder, empty, names[0]))

@@ -1,0 +1,152 @@
+"""GGUF vocabularies become the tokenizer the model was trained with, whatever llama.cpp's names leave out."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizers import CHATML, byte_level
+
+from specq import gguf_tokenizer
+from specq.errors import UnsupportedError, UsageError
+from specq.tokenizer import Tokenizer
+
+TEXTS = [
+    "hello 2024, the cat's 12345\n\n  x",
+    "a<|im_end|>b",
+    "caf\u00e9 cafe\u0301 \uc0bc\uacb9\uc0b4",
+    "I'LL x_y  \t z!!\r\n",
+]
+
+
+def metadata(pre: str, **changes: Any) -> dict[str, Any]:
+    """Metadata with a vocabulary in which digits and contractions do merge, where the cutting lets them."""
+    backend = byte_level(400)
+    tokens = [backend.id_to_token(index) for index in range(backend.get_vocab_size())]
+    extra = [("2", "0"), ("20", "2"), ("202", "4"), ("1", "2"), ("12", "3"), ("'", "s")]
+    merges = [*_merges(backend), *(" ".join(pair) for pair in extra)]
+    tokens += [left + right for left, right in extra if left + right not in tokens]
+    kinds = [3] * 3 + [1] * (len(tokens) - 3)
+    tokens += ["<tool>", "[PAD1]", "[PAD2]"]
+    kinds += [4, 5, 5]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHATML,
+        **changes,
+    }
+
+
+def _merges(backend: Any) -> list[str]:
+    import json
+
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    return [" ".join(pair) for pair in merges]
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    import gguf
+
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    for key, value in content.items():
+        add = {list: writer.add_array, str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}
+        add[type(value)](key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return folder / "model.gguf"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECQ_CACHE", str(tmp_path / "cache"))
+
+
+def test_qwen_ids_equal_those_of_its_own_tokenizer_class() -> None:
+    from transformers import Qwen2Tokenizer
+
+    content = metadata("qwen2")
+    tokens = content["tokenizer.ggml.tokens"][:-3]
+    theirs = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[tuple(merge.split(" ")) for merge in content["tokenizer.ggml.merges"]],
+        extra_special_tokens=tokens[:3],
+    )
+    ours = gguf_tokenizer.build_tokenizer(content)
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs(text)["input_ids"], text
+
+
+def test_smollm_digits_stay_apart_though_a_merge_exists() -> None:
+    digits = gguf_tokenizer.build_tokenizer(metadata("smollm")).encode("x 2024").tokens
+    assert digits == ["x", "\u0120", "2", "0", "2", "4"]
+    assert gguf_tokenizer.build_tokenizer(metadata("gpt-2")).encode("2024").tokens == ["2024"]
+
+
+def test_llama3_groups_three_digits_and_starts_with_bos() -> None:
+    backend = gguf_tokenizer.build_tokenizer(metadata("llama-bpe"))
+    assert backend.encode("2024").tokens == ["<|im_start|>", "202", "4"]
+    without = metadata("llama-bpe", **{"tokenizer.ggml.add_bos_token": False})
+    assert gguf_tokenizer.build_tokenizer(without).encode("2024").tokens == ["202", "4"]
+
+
+@pytest.mark.parametrize("pre", sorted(gguf_tokenizer.PRE_TOKENIZERS))
+def test_loaded_gguf_keeps_control_tokens_single_and_text_whole(pre: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path, metadata(pre)))
+    for text in TEXTS:
+        back = tokenizer.decode(tokenizer.encode(text, special_tokens=False), skip_special=False)
+        assert back == (tokenizer.backend.normalizer.normalize_str(text) if pre.endswith(("qwen", "qwen2")) else text)
+    assert tokenizer.encode("<|im_start|><|im_end|><tool>", special_tokens=False)[:2] == [1, 2]
+    assert len(tokenizer.encode("<tool>", special_tokens=False)) == 1
+    assert tokenizer.decode(tokenizer.encode("<|im_end|><tool>", special_tokens=False)) == "<tool>"
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (1, {2}, CHATML)
+    assert "[PAD1]" not in tokenizer.id_table().values()
+
+
+def test_gguf_tokenizer_is_converted_once(tmp_path: Path) -> None:
+    file = write(tmp_path, metadata("smollm"))
+    first = gguf_tokenizer.convert(file)
+    written = (first / "tokenizer.json").stat().st_mtime_ns
+    assert gguf_tokenizer.convert(tmp_path) == first
+    assert (first / "tokenizer.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "bert"}, {"tokenizer.ggml.pre": "chameleon"}])
+def test_unknown_kind_is_refused_with_the_kinds_that_work(change: dict[str, str]) -> None:
+    with pytest.raises(UnsupportedError, match="smollm") as caught:
+        gguf_tokenizer.build_tokenizer(metadata("smollm", **change))
+    assert next(iter(change.values())) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"),
+        (b"PK\x03\x04" * 9, "does not start with"),
+        (b"GGUF" + struct.pack("<I", 9) + bytes(16), "version 9"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 60), "runs past the end"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"k", 9, 4, 1 << 60), "longer than"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"k", 9, 9, 1), "kind 9 is unknown"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 40), "requires a buffer"),
+    ],
+)
+def test_damaged_gguf_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.gguf"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        gguf_tokenizer.read_metadata(file)
+    assert str(file) in caught.value.message
+
+
+def test_folder_with_two_gguf_files_asks_for_one(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=r"2 GGUF files: a\.gguf, b\.gguf"):
+        Tokenizer.load(tmp_path)

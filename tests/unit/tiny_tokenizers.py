@@ -1,0 +1,87 @@
+"""Small real tokenizers for tests, saved as Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+TEXT = [
+    "the cat sat on the mat while the other cats were sleeping in the kitchen",
+    "hello world, hello there, how are you doing today, and where will you be tomorrow",
+    "numbers 0 1 2 3 4 5 6 7 8 9 are written with digits, words are written with letters",
+    "a small model drafts several tokens, the large model verifies them all at once",
+    "caf\u00e9 \uc0bc\uacb9\uc0b4",
+] * 3
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_level(vocab: int = 320, special: tuple[str, ...] = ("<|end|>", "<|im_start|>", "<|im_end|>")) -> Tokenizer:
+    """A byte-level BPE tokenizer; every byte is a token, the special tokens come first."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXT, trainer)
+    return backend
+
+
+def with_bos(backend: Tokenizer, bos: str) -> Tokenizer:
+    """The same tokenizer, putting BOS in front of every text."""
+    bos_id = backend.token_to_id(bos)
+    backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+    return backend
+
+
+def sentencepiece_like() -> Tokenizer:
+    """A Llama-2-style tokenizer: pieces that start with a bar, bytes for what is missing, BOS in front."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += [
+        "\u2581",
+        "t",
+        "h",
+        "e",
+        "c",
+        "a",
+        "\u2581t",
+        "\u2581th",
+        "\u2581the",
+        "\u2581c",
+        "\u2581ca",
+        "\u2581cat",
+    ]
+    merges = [
+        ("\u2581", "t"),
+        ("\u2581t", "h"),
+        ("\u2581th", "e"),
+        ("\u2581", "c"),
+        ("\u2581c", "a"),
+        ("\u2581ca", "t"),
+    ]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in pieces[:3]])
+    return with_bos(backend, "<s>")
+
+
+def save(backend: Tokenizer, folder: Path, *, files: dict[str, Any] | None = None, **config: Any) -> Path:
+    """Writes tokenizer.json, tokenizer_config.json from `config`, and `files` (text, or objects as JSON)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    for name, content in {"tokenizer_config.json": config, **(files or {})}.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
