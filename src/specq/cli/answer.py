@@ -1,0 +1,87 @@
+"""What run and chat have in common: loading what the flags say, and showing an answer while it comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specq.cli.console import Console
+from specq.cli.options import PipelineOptions, PromptOptions, SamplingOptions, Thinking
+from specq.cli.thinking import Piece, ThinkingSplitter
+from specq.errors import UsageError
+from specq.recipe import resolve
+
+if TYPE_CHECKING:
+    from specq.spec.session import Pipeline
+
+
+def open_pipeline(
+    model: str | None,
+    *,
+    pipeline: PipelineOptions,
+    sampling: SamplingOptions,
+    prompt: PromptOptions,
+    console: Console,
+) -> Pipeline:
+    """The pipeline a MODEL argument and the flags mean, with its models in memory."""
+    overrides = [*pipeline.overrides(), *sampling.overrides()]
+    recipe = resolve(model, overrides=overrides)
+    template = None if prompt.chat_template is None else read_text_file(prompt.chat_template)
+    from specq.spec.load import load_pipeline
+
+    progress = console.progress()
+    try:
+        loaded = load_pipeline(
+            recipe,
+            device=pipeline.device,
+            dtype=pipeline.dtype.value,
+            threads=pipeline.threads,
+            offline=pipeline.offline or None,
+            on_progress=progress,
+        )
+    finally:
+        progress.clear()
+    if template is not None:
+        loaded.tokenizer.use_chat_template(template)
+    return loaded
+
+
+def read_text_file(path: Path) -> str:
+    """The text of a file the user named. Raises UsageError saying why it cannot be read."""
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"`{path}` cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"`{path}` is not UTF-8 text") from None
+
+
+class AnswerWriter:
+    """Writes an answer as it comes: thinking grey on a terminal, or left out."""
+
+    def __init__(self, console: Console, *, thinking: Thinking, is_inside: bool) -> None:
+        self._console = console
+        self._hides = thinking is Thinking.hide
+        self._splitter = ThinkingSplitter(is_inside=is_inside)
+        self._hid_something = False
+        self._last = ""
+
+    def push(self, text: str) -> None:
+        self._show(self._splitter.push(text))
+
+    def end(self) -> None:
+        """Writes what was held back, and ends the line."""
+        self._show(self._splitter.flush())
+        if not self._last.endswith("\n"):
+            self._console.write("\n")
+
+    def _show(self, pieces: list[Piece]) -> None:
+        for text, is_thinking in pieces:
+            if is_thinking and self._hides:
+                self._hid_something = True
+                continue
+            if self._hid_something and not self._last:
+                text = text.lstrip()
+            if text:
+                self._console.write(self._console.dim(text, self._console.data) if is_thinking else text)
+                self._last = text

@@ -1,0 +1,161 @@
+"""The command `specq`: its verbs, imported when used, and the one place where errors become messages."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from specq.cli.console import ClosedOutput, discard_output
+from specq.cli.options import NearMissGroup, nearest
+from specq.errors import SpecqError, UsageError
+
+# verb: what the overview says of it; the module specq.cli.VERB holds the typer app that runs it
+VERBS = {
+    "chat": "Chat with a model on the terminal, or with lines from standard input.",
+    "run": "Write one answer to standard output.",
+    "check": "Say test by test whether a target and a drafter fit.",
+    "doctor": "Show what this machine has, and what a model would need.",
+    "recipe": "List, show or check recipes.",
+    "cache": "List or remove what specq keeps on disk.",
+}
+INTERRUPTED = 130
+
+
+class Verbs(NearMissGroup):
+    """The overview; a verb's own module is imported only when the verb is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"specq.cli.{cmd_name}")
+        command = typer.main.get_command(module.app)
+        command.name = cmd_name
+        return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError as error:
+            raise ClosedOutput from error  # before the parser's own main turns it into exit code 1
+        return result
+
+
+app = typer.Typer(
+    cls=Verbs,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def overview(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --version: one JSON document.")] = False,
+) -> None:
+    """Quantize a language model to 4 bits and decode it with the fastest lossless pipeline.
+
+    MODEL is a recipe (a name or a .yaml file), a local folder or a Hub id; without it the built-in demo model
+    runs.
+    """
+    if version:
+        _print_version(as_json=as_json)
+        raise typer.Exit()
+    if as_json and ctx.invoked_subcommand is not None:
+        hint = f"specq {ctx.invoked_subcommand} --json"
+        raise UsageError("`--json` stands after the verb", hint=hint)
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help(), file=sys.stderr)
+        raise typer.Exit(UsageError.exit_code)
+
+
+def _print_version(*, as_json: bool) -> None:
+    import json
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions: dict[str, str | None] = {"specq": version("specq"), "python": platform.python_version()}
+    for package in ("torch", "triton", "transformers", "tokenizers"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    print(json.dumps(versions) if as_json else f"specq {versions['specq']}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of one command line; every error has become a message on standard error."""
+    command = typer.main.get_command(app)
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            code = command.main(args=args, prog_name="specq", standalone_mode=False)
+        except typer.TyperException as error:  # the parser's own words, in our form
+            raise _usage_error(error) from None
+        return code if isinstance(code, int) else 0
+    except SpecqError as error:
+        return _report(error)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except ClosedOutput:
+        discard_output()
+        return 0
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a bug becomes one line, not a wall
+        if _is_debugging():
+            traceback.print_exc()
+        else:
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            _say(f"error: unexpected {what}", "set SPECQ_DEBUG=1 for the traceback")
+        return 1
+
+
+def entry() -> NoReturn:
+    """Runs `specq` and leaves with its exit code."""
+    sys.exit(main())
+
+
+def _report(error: SpecqError) -> int:
+    if _is_debugging():
+        traceback.print_exc()
+    _say(f"error: {error.message}", error.hint)
+    return error.exit_code
+
+
+def _say(message: str, hint: str | None) -> None:
+    sys.stdout.flush()
+    print(message, file=sys.stderr)
+    if hint:
+        print(f"\nhint: {hint}", file=sys.stderr)
+
+
+def _is_debugging() -> bool:
+    return os.environ.get("SPECQ_DEBUG", "") not in ("", "0")
+
+
+def _usage_error(error: typer.TyperException) -> UsageError:
+    """The parser's error in specq's form: lower case, no full stop, values in backticks, a hint."""
+    context = getattr(error, "ctx", None)
+    help_command = f"{context.command_path if context else 'specq'} --help"
+    option = getattr(error, "option_name", None)
+    if option is not None and type(error).__name__ == "NoSuchOption":
+        known = [name for p in context.command.get_params(context) for name in p.opts] if context else []
+        return UsageError(f"no such option `{option}`", hint=nearest(option, known, "{}", help_command))
+    text = re.sub(r"'([^']*)'", r"`\1`", error.format_message()).strip().rstrip(".")
+    text = re.sub(r"(^|: )([A-Z])(?![A-Z])", lambda m: m[1] + m[2].lower(), text)
+    return UsageError(text, hint=help_command)

@@ -1,0 +1,204 @@
+"""The turns of a chat and the prompts made of them; knows no terminal, so programs and tests can drive it.
+
+A turn is kept as it was shown: an answer that was stopped stays in the history as far as it came. What the
+caches hold beyond the tokens that the next prompt shares with them is dropped there. A turn without a word of
+answer (stopped at once, or stopped while still thinking) is forgotten, question included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specq.cli.options import Overflow, Thinking
+from specq.cli.thinking import opens_thinking, without_thinking
+from specq.errors import UsageError
+from specq.recipe import Sampling
+
+if TYPE_CHECKING:
+    from specq.spec.session import Generation, Pipeline
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer."""
+
+    user: str
+    answer: str
+
+
+class ChatSession:
+    """A chat with a loaded pipeline. `turns` is all that was said; the oldest may be out of the context."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        system: str | None = None,
+        is_raw: bool = False,
+        stop: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+        overflow: Overflow = Overflow.error,
+        thinking: Thinking = Thinking.show,
+    ) -> None:
+        if not is_raw and pipeline.tokenizer.chat_template is None:
+            raise UsageError("the model has no chat template", hint="base model: use --raw or --chat-template FILE")
+        if is_raw and system is not None:
+            raise UsageError("`--system` needs a chat template, and `--raw` uses none", hint="leave one of them out")
+        self.pipeline, self.is_raw = pipeline, is_raw
+        self.system, self.stop, self.max_new_tokens = system or None, list(stop), max_new_tokens
+        self.overflow, self.thinking = overflow, thinking
+        self.sampling = Sampling.model_validate({})
+        self.turns: list[Turn] = []
+        self.results: list[Generation] = []
+        self.num_dropped = 0  # turns that no longer fit and are left out of the prompt, oldest first
+        self.starts_thinking = False  # whether the answer that streams now began inside <think>
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """The answer, piece by piece; closing the iterator stops it. When it has ended `turns` holds the turn.
+
+        Raises UsageError, with nothing changed, when the prompt does not fit the context.
+        """
+        ids = self._fitting_prompt(text)
+        self.starts_thinking = opens_thinking(self.pipeline.tokenizer, ids)
+        stream = self.pipeline.stream(ids, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop=self.stop)
+        return self._answer(text, stream)
+
+    def _answer(self, text: str, stream: Any) -> Generator[str, None, None]:
+        try:
+            with closing(stream):
+                for event in stream:
+                    if event.text:
+                        yield event.text
+        finally:
+            self._keep(text, stream.result)
+
+    def _keep(self, text: str, result: Generation) -> None:
+        self.results.append(result)
+        answer = result.text
+        if result.finish_reason == "interrupted" and not self.is_raw:
+            said = without_thinking(answer, is_inside=self.starts_thinking)
+            answer = answer if said and "</think>" in answer else said
+        if answer or result.finish_reason != "interrupted":
+            self.turns.append(Turn(text, answer))
+
+    def messages(self) -> list[dict[str, str]]:
+        """The whole chat as role and content, the system message first."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *_as_messages(self.turns)]
+
+    def reset(self) -> None:
+        """Forgets every turn; the system message stays."""
+        self.turns.clear()
+        self.num_dropped = 0
+
+    def undo(self) -> Turn:
+        """The last turn, taken back. Raises UsageError when there is none."""
+        if not self.turns:
+            raise UsageError("there is no turn to take back")
+        turn = self.turns.pop()
+        self.num_dropped = min(self.num_dropped, len(self.turns))
+        return turn
+
+    def save(self, path: Path) -> None:
+        """Writes the chat as JSON. Raises UsageError when the file cannot be written."""
+        text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
+        try:
+            path.expanduser().write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"`{path}` cannot be written: {(error.strerror or str(error)).lower()}") from None
+
+    def load(self, text: str) -> None:
+        """Replaces the chat by a saved one. Raises UsageError, nothing changed, when the text is no chat."""
+        try:
+            messages = json.loads(text)["messages"]
+            pairs = [(message["role"], message["content"]) for message in messages]
+        except (ValueError, KeyError, TypeError):
+            raise UsageError("the file holds no chat", hint="/save FILE writes one") from None
+        if not all(isinstance(content, str) for _, content in pairs):
+            raise UsageError("the file holds no chat: a message's content is not text")
+        system = pairs.pop(0)[1] if pairs and pairs[0][0] == "system" else None
+        if [role for role, _ in pairs] != ["user", "assistant"] * (len(pairs) // 2):
+            raise UsageError("the file's messages do not take turns, user then assistant")
+        texts = [content for _, content in pairs]
+        self.turns = [Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True)]
+        self.system, self.num_dropped = system, 0
+
+    def set(self, key: str, value: str) -> None:
+        """Changes one setting from its text. Raises UsageError naming what can be set and what it takes."""
+        if key in Sampling.model_fields:
+            values = self.sampling.model_dump() | {key: None if value == "default" else value}
+            try:
+                self.sampling = Sampling.model_validate(values)
+            except ValueError as error:
+                raise UsageError(_first_problem(error, key, value)) from None
+        elif key == "max_new_tokens":
+            self.max_new_tokens = None if value == "default" else _positive(key, value)
+        elif key in ("overflow", "thinking"):
+            kind: Any = Overflow if key == "overflow" else Thinking
+            if value not in [member.value for member in kind]:
+                choices = ", ".join(member.value for member in kind)
+                raise UsageError(f"`{key}` = `{value}` is not one of {choices}")
+            setattr(self, key, kind(value))
+        else:
+            raise UsageError(f"there is no setting `{key}`", hint=f"choose one of {', '.join(self.settings())}")
+
+    def settings(self) -> dict[str, str]:
+        """Every setting with what is in force, the model's own values where nothing was set."""
+        sampler = self.pipeline.sampler(self.sampling)
+        shown = {key: str(getattr(sampler, key)) for key in Sampling.model_fields}
+        if self.sampling.seed is None and self.pipeline.recipe.sampling.seed is None:
+            shown["seed"] = "random"
+        shown["max_new_tokens"] = str(self.max_new_tokens or "to the end of the context")
+        return shown | {"overflow": self.overflow.value, "thinking": self.thinking.value}
+
+    def _fitting_prompt(self, text: str) -> list[int]:
+        """The prompt's ids, oldest turns left out as `overflow` allows; the system message always stays."""
+        context = self.pipeline.context
+        ids = self._encode(text, self.num_dropped)
+        if len(ids) < context and self.overflow is Overflow.error:
+            return ids
+        # with room for an answer, so that a full chat does not drop one turn after every other token
+        room = min(self.max_new_tokens or context, max(1, context // 4))
+        dropped = self.num_dropped
+        while self.overflow is Overflow.drop_oldest and len(ids) > context - room and dropped < len(self.turns):
+            dropped += 1
+            ids = self._encode(text, dropped)
+        if len(ids) >= context:
+            hint = "/reset or /undo, or start with --overflow drop-oldest or a larger --context"
+            raise UsageError(f"the chat has {len(ids)} tokens and the context holds {context}", hint=hint)
+        self.num_dropped = dropped
+        return ids
+
+    def _encode(self, text: str, dropped: int) -> list[int]:
+        turns = self.turns[dropped:]
+        if self.is_raw:
+            said = "".join(f"{turn.user}{turn.answer}\n" for turn in turns)
+            return self.pipeline.encode(said + text, raw=True)
+        thinking = False if self.thinking is Thinking.off else None
+        messages = [*_as_messages(turns), {"role": "user", "content": text}]
+        return self.pipeline.encode(messages, system=self.system, thinking=thinking)
+
+
+def _as_messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    return [
+        message
+        for turn in turns
+        for message in ({"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer})
+    ]
+
+
+def _positive(key: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise UsageError(f"`{key}` = `{value}` is not a number of at least 1")
+    return int(value)
+
+
+def _first_problem(error: ValueError, key: str, value: str) -> str:
+    problems = getattr(error, "errors", lambda: [{"msg": str(error)}])()
+    message = problems[0]["msg"]
+    return f"`{key}` = `{value}`: {message[:1].lower()}{message[1:]}"

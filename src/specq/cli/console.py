@@ -1,0 +1,226 @@
+"""What goes where: standard output carries the answer and nothing else, standard error all the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TextIO
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class ClosedOutput(Exception):
+    """The reader of standard output went away, as `head` does; no failure."""
+
+
+class Console:
+    """The two streams of a command. Inside `working()` whatever else prints lands on standard error."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._data: TextIO | None = None
+        self.can_redraw = not quiet and is_terminal(sys.stderr)
+
+    @contextmanager
+    def working(self, *, divert: bool = True) -> Iterator[Console]:
+        """Shows the log of specq while this runs, and keeps standard output for `write` and `document` alone.
+
+        Without `divert` standard output stays as it is, which line editing on a terminal needs.
+        """
+        with _shown_log(self.quiet):
+            if not divert:
+                yield self
+                return
+            with _diverted_stdout() as self._data:
+                try:
+                    yield self
+                finally:
+                    self._data = None
+
+    @property
+    def data(self) -> TextIO:
+        return self._data if self._data is not None else sys.stdout
+
+    def write(self, text: str) -> None:
+        """Puts text on standard output at once."""
+        self.data.write(text)
+        self.data.flush()
+
+    def line(self, text: str = "") -> None:
+        self.write(text + "\n")
+
+    def document(self, value: Any) -> None:
+        """Puts one JSON document on standard output."""
+        self.write(json.dumps(value, ensure_ascii=False, indent=2, default=str) + "\n")
+
+    def event(self, value: Mapping[str, Any]) -> None:
+        """Puts one JSON object on a line of its own."""
+        self.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
+
+    def note(self, text: str) -> None:
+        """Says something on standard error, unless --quiet."""
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def reply(self, text: str) -> None:
+        """Says on standard error what the person just asked for, --quiet or not."""
+        print(text, file=sys.stderr, flush=True)
+
+    def dim(self, text: str, stream: TextIO | None = None) -> str:
+        """The text in grey where the stream shows colours (default: standard error)."""
+        return f"\x1b[2m{text}\x1b[22m" if text and has_colour(stream or sys.stderr) else text
+
+    def progress(self) -> Progress:
+        return Progress(self)
+
+
+class Progress:
+    """How far something is: one redrawn line on a terminal, else at most a line every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = time.monotonic()
+        self._is_drawn = False
+
+    def __call__(self, what: str) -> None:
+        if self._console.quiet:
+            return
+        if self._console.can_redraw:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[K{self._console.dim(what[:width])}")
+            sys.stderr.flush()
+            self._is_drawn = True
+        elif time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
+            print(what, file=sys.stderr, flush=True)
+            self._last = time.monotonic()
+
+    def clear(self) -> None:
+        if self._is_drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._is_drawn = False
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed since the watch began."""
+
+    requested = False
+
+
+@contextmanager
+def interrupt_as_request() -> Iterator[Interrupt]:
+    """Ctrl-C only sets `requested`, so an answer ends between two tokens; a second one interrupts at once."""
+    interrupt = Interrupt()
+    before = signal.getsignal(signal.SIGINT)
+
+    def request(signum: int, frame: FrameType | None) -> None:
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        interrupt.requested = True
+
+    signal.signal(signal.SIGINT, request)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that redraws lines."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def has_colour(stream: TextIO) -> bool:
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def table(rows: Sequence[Sequence[str]], *, indent: str = "") -> str:
+    """The rows as aligned columns, the last one as long as it is."""
+    if not rows:
+        return ""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append((indent + "  ".join([*cells, row[-1]])).rstrip())
+    return "\n".join(lines)
+
+
+def size_text(num_bytes: float) -> str:
+    """The size in MB below one GB, else in GB."""
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
+
+
+def discard_output() -> None:
+    """Points standard output at nothing, so that what is left in its buffer fails nowhere."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+@contextmanager
+def _diverted_stdout() -> Iterator[TextIO]:
+    """The true standard output, while descriptor 1 and sys.stdout lead to standard error."""
+    shown = sys.stdout
+    try:
+        shown.flush()
+        descriptor, errors = shown.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):  # streams without a descriptor, in a notebook or a test
+        sys.stdout = sys.stderr
+        try:
+            yield shown
+        finally:
+            sys.stdout = shown
+        return
+    saved = os.dup(descriptor)
+    data = open(saved, "w", encoding=shown.encoding, errors="replace", newline="")  # noqa: SIM115 - closed below
+    os.dup2(errors, descriptor)
+    sys.stdout = sys.stderr
+    try:
+        yield data
+    finally:
+        sys.stdout = shown
+        os.dup2(saved, descriptor)
+        try:
+            data.close()
+        except BrokenPipeError:
+            discard_output()
+
+
+@contextmanager
+def _shown_log(quiet: bool) -> Iterator[None]:
+    """The log of specq's modules as lines on standard error; quiet shows errors only, no Python warnings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LowerCase("%(levelname)s: %(message)s"))
+    logger = logging.getLogger("specq")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR if quiet else logging.INFO)
+    logger.propagate = False
+    try:
+        with warnings.catch_warnings():
+            if quiet:
+                warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+class _LowerCase(logging.Formatter):
+    """`warning: ...`; what is only information comes without a word before it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.levelno <= logging.INFO:
+            return record.getMessage()
+        return f"{record.levelname.lower()}: {record.getMessage()}"

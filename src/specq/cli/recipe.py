@@ -1,0 +1,87 @@
+"""`specq recipe`: the recipes, listed, shown in full and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specq.cli.console import Console, table
+from specq.cli.options import NearMissGroup, OutputOptions, Overrides, VerbCommand, takes_options
+from specq.errors import UsageError
+
+app = typer.Typer(cls=NearMissGroup, rich_markup_mode=None, add_completion=False)
+
+Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A .yaml file, or a name from `ls`.")]
+
+
+@app.callback()
+def recipe() -> None:
+    """List, show or check recipes. A recipe is one YAML file that says everything that decides what runs."""
+
+
+@app.command("ls", cls=VerbCommand)
+@takes_options
+def ls(*, output: OutputOptions) -> None:
+    """List the shipped recipes with the command that runs each."""
+    from specq.recipe import list_recipes
+
+    console = Console(quiet=output.quiet)
+    found = [{"name": name, "command": command_of(path), "path": str(path)} for name, path in list_recipes().items()]
+    if output.as_json:
+        console.document(found)
+    else:
+        console.line(table([(each["name"], each["command"]) for each in found]))
+
+
+@app.command("show", cls=VerbCommand)
+@takes_options
+def show(source: Source, *, overrides: Overrides = None, output: OutputOptions) -> None:
+    """Show a recipe with every key it takes, defaults and overrides included."""
+    import yaml
+
+    console = Console(quiet=output.quiet)
+    values = _load(source, overrides)
+    if output.as_json:
+        console.document(values)
+    else:
+        console.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+@app.command("check", cls=VerbCommand)
+@takes_options
+def check(
+    sources: Annotated[list[str], typer.Argument(metavar="RECIPE", help="A .yaml file, or a name from `ls`.")],
+    *,
+    overrides: Overrides = None,
+    output: OutputOptions,
+) -> None:
+    """Check recipes: every key known, every value in its range. Models are not looked for."""
+    console = Console(quiet=output.quiet)
+    results: list[dict[str, Any]] = []
+    for source in sources:
+        try:
+            _load(source, overrides)
+            results.append({"recipe": source, "ok": True, "reason": None})
+        except UsageError as error:
+            results.append({"recipe": source, "ok": False, "reason": error.message})
+    if output.as_json:
+        console.document(results)
+    else:
+        console.line(table([(r["recipe"], r["reason"] or "ok") for r in results]))
+    wrong = [r["recipe"] for r in results if not r["ok"]]
+    if wrong:
+        raise UsageError(f"not right: {', '.join(f'`{name}`' for name in wrong)}")
+
+
+def command_of(path: Path) -> str:
+    """The command in the recipe's first comment line."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.lstrip("# ").strip()
+
+
+def _load(source: str, overrides: list[str] | None) -> dict[str, Any]:
+    from specq.recipe import load_recipe
+
+    return load_recipe(source, overrides=overrides or ()).model_dump(mode="json")
