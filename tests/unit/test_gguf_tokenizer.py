@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_tokenizers import CHATML, byte_level
+from tiny_tokenizers import CHATML, gguf_metadata, write_gguf
 
 from specq import gguf_tokenizer
 from specq.errors import UnsupportedError, UsageError
@@ -21,49 +20,6 @@ TEXTS = [
 ]
 
 
-def metadata(pre: str, **changes: Any) -> dict[str, Any]:
-    """Metadata with a vocabulary in which digits and contractions do merge, where the cutting lets them."""
-    backend = byte_level(400)
-    tokens = [backend.id_to_token(index) for index in range(backend.get_vocab_size())]
-    extra = [("2", "0"), ("20", "2"), ("202", "4"), ("1", "2"), ("12", "3"), ("'", "s")]
-    merges = [*_merges(backend), *(" ".join(pair) for pair in extra)]
-    tokens += [left + right for left, right in extra if left + right not in tokens]
-    kinds = [3] * 3 + [1] * (len(tokens) - 3)
-    tokens += ["<tool>", "[PAD1]", "[PAD2]"]
-    kinds += [4, 5, 5]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.chat_template": CHATML,
-        **changes,
-    }
-
-
-def _merges(backend: Any) -> list[str]:
-    import json
-
-    merges = json.loads(backend.to_str())["model"]["merges"]
-    return [" ".join(pair) for pair in merges]
-
-
-def write(folder: Path, content: dict[str, Any]) -> Path:
-    import gguf
-
-    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
-    for key, value in content.items():
-        add = {list: writer.add_array, str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}
-        add[type(value)](key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return folder / "model.gguf"
-
-
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECQ_CACHE", str(tmp_path / "cache"))
@@ -72,7 +28,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_qwen_ids_equal_those_of_its_own_tokenizer_class() -> None:
     from transformers import Qwen2Tokenizer
 
-    content = metadata("qwen2")
+    content = gguf_metadata("qwen2")
     tokens = content["tokenizer.ggml.tokens"][:-3]
     theirs = Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
@@ -85,21 +41,21 @@ def test_qwen_ids_equal_those_of_its_own_tokenizer_class() -> None:
 
 
 def test_smollm_digits_stay_apart_though_a_merge_exists() -> None:
-    digits = gguf_tokenizer.build_tokenizer(metadata("smollm")).encode("x 2024").tokens
+    digits = gguf_tokenizer.build_tokenizer(gguf_metadata("smollm")).encode("x 2024").tokens
     assert digits == ["x", "\u0120", "2", "0", "2", "4"]
-    assert gguf_tokenizer.build_tokenizer(metadata("gpt-2")).encode("2024").tokens == ["2024"]
+    assert gguf_tokenizer.build_tokenizer(gguf_metadata("gpt-2")).encode("2024").tokens == ["2024"]
 
 
 def test_llama3_groups_three_digits_and_starts_with_bos() -> None:
-    backend = gguf_tokenizer.build_tokenizer(metadata("llama-bpe"))
+    backend = gguf_tokenizer.build_tokenizer(gguf_metadata("llama-bpe"))
     assert backend.encode("2024").tokens == ["<|im_start|>", "202", "4"]
-    without = metadata("llama-bpe", **{"tokenizer.ggml.add_bos_token": False})
+    without = gguf_metadata("llama-bpe", **{"tokenizer.ggml.add_bos_token": False})
     assert gguf_tokenizer.build_tokenizer(without).encode("2024").tokens == ["202", "4"]
 
 
 @pytest.mark.parametrize("pre", sorted(gguf_tokenizer.PRE_TOKENIZERS))
 def test_loaded_gguf_keeps_control_tokens_single_and_text_whole(pre: str, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, metadata(pre)))
+    tokenizer = Tokenizer.load(write_gguf(tmp_path, gguf_metadata(pre)))
     for text in TEXTS:
         back = tokenizer.decode(tokenizer.encode(text, special_tokens=False), skip_special=False)
         assert back == (tokenizer.backend.normalizer.normalize_str(text) if pre.endswith(("qwen", "qwen2")) else text)
@@ -111,7 +67,7 @@ def test_loaded_gguf_keeps_control_tokens_single_and_text_whole(pre: str, tmp_pa
 
 
 def test_gguf_tokenizer_is_converted_once(tmp_path: Path) -> None:
-    file = write(tmp_path, metadata("smollm"))
+    file = write_gguf(tmp_path, gguf_metadata("smollm"))
     first = gguf_tokenizer.convert(file)
     written = (first / "tokenizer.json").stat().st_mtime_ns
     assert gguf_tokenizer.convert(tmp_path) == first
@@ -121,7 +77,7 @@ def test_gguf_tokenizer_is_converted_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "bert"}, {"tokenizer.ggml.pre": "chameleon"}])
 def test_unknown_kind_is_refused_with_the_kinds_that_work(change: dict[str, str]) -> None:
     with pytest.raises(UnsupportedError, match="smollm") as caught:
-        gguf_tokenizer.build_tokenizer(metadata("smollm", **change))
+        gguf_tokenizer.build_tokenizer(gguf_metadata("smollm", **change))
     assert next(iter(change.values())) in caught.value.message
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 TEXT = [
@@ -85,3 +86,49 @@ def save(backend: Tokenizer, folder: Path, *, files: dict[str, Any] | None = Non
         text = content if isinstance(content, str) else json.dumps(content)
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def gguf_metadata(pre: str, **changes: Any) -> dict[str, Any]:
+    """Metadata with a vocabulary in which digits and contractions do merge, where the cutting lets them."""
+    backend = byte_level(400)
+    tokens = [backend.id_to_token(index) for index in range(backend.get_vocab_size())]
+    extra = [("2", "0"), ("20", "2"), ("202", "4"), ("1", "2"), ("12", "3"), ("'", "s")]
+    merges = [*_merges(backend), *(" ".join(pair) for pair in extra)]
+    tokens += [left + right for left, right in extra if left + right not in tokens]
+    kinds = [3] * 3 + [1] * (len(tokens) - 3)
+    tokens += ["<tool>", "[PAD1]", "[PAD2]"]
+    kinds += [4, 5, 5]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHATML,
+        **changes,
+    }
+
+
+def _merges(backend: Any) -> list[str]:
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    return [" ".join(pair) for pair in merges]
+
+
+def write_gguf(folder: Path, content: dict[str, Any]) -> Path:
+    """Writes model.gguf with these keys and no tensors."""
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    for key, value in content.items():
+        add = {
+            list: writer.add_array,
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+        }
+        add[type(value)](key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return folder / "model.gguf"
