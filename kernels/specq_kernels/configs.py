@@ -1,0 +1,82 @@
+"""Tuned tile sizes: JSON keyed by device, kernel and shape; a conservative default where a device has no entry.
+
+A file holds {"<kernel>": {"<n>x<k>[g<group>]": {"split": 4, "rows": {"16": {...}, "32": {...}, "64": {...}}}}}.
+`split` is one for all row counts, because a row's result must not depend on how many rows there are. The user's own
+file (written by `python -m specq_kernels.tune`) wins over the one in the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specq_kernels.launch import device_name, num_multiprocessors, row_bucket
+
+Config = dict[str, int]
+
+
+def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None = None) -> Config:
+    """Tile sizes of a product of x [rows, k] with a weight [n, k]: split, block_n, block_m, warps, stages, ..."""
+    bucket = row_bucket(x.shape[0])
+    if not x.is_cuda:
+        return {"split": 2, "block_n": 64, "block_m": bucket, "warps": 4, "stages": 1}
+    entry = lookup(device_name(x.device.index), kernel, shape_key(n, k, group))
+    if entry is None:
+        warn_untuned(device_name(x.device.index), kernel)
+        split = default_split(n, k, num_multiprocessors(x.device.index))
+        return {"split": split, "block_n": 64, "block_m": bucket, "warps": 4, "stages": 2 if bucket < 64 else 1}
+    return {"split": entry["split"], "block_m": bucket, **entry["rows"][str(bucket)]}
+
+
+def default_split(n: int, k: int, processors: int) -> int:
+    """Parts of K so that about two tiles of 64 columns run on each multiprocessor, four steps of 256 at least each."""
+    tiles = n // 64
+    wanted = max(1, round(2 * processors / tiles))
+    return max(1, min(wanted, k // 1024, 16))
+
+
+def shape_key(n: int, k: int, group: int | None = None) -> str:
+    return f"{n}x{k}" + ("" if group is None else f"g{group}")
+
+
+@functools.cache
+def lookup(device: str, kernel: str, key: str) -> Any | None:
+    """The entry of the user's file, else the package's, else None."""
+    for path in (user_file(device), Path(__file__).parent / "configs" / f"{slug(device)}.json"):
+        entry = read(path).get(kernel, {}).get(key)
+        if entry is not None:
+            return entry
+    return None
+
+
+@functools.cache
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def user_file(device: str) -> Path:
+    """Where `python -m specq_kernels.tune` writes this device's configurations."""
+    root = os.environ.get("SPECQ_CACHE")
+    if root is None:
+        home = Path.home()
+        base = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
+        root = str(Path(os.environ.get("XDG_CACHE_HOME", base)) / "specq")
+    return Path(root) / "kernels" / f"{slug(device)}.json"
+
+
+def slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+@functools.cache
+def warn_untuned(device: str, kernel: str) -> None:
+    """Say once for a device and kernel that defaults run, and the command that tunes."""
+    warnings.warn(f"`{kernel}` is not tuned for `{device}`: run `python -m specq_kernels.tune` once", stacklevel=2)

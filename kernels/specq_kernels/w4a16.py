@@ -1,0 +1,318 @@
+"""Group-wise 4-bit product for decoding: 1 to 64 rows of 16-bit x times a packed 4-bit matrix.
+
+Each output row is bitwise the same whatever the number of rows: the order of K, the split of K, the form in which
+scales enter and the matrix instruction depend on the weight's shape alone; only rows a tile, columns a tile and warps
+follow the number of rows. Split-K writes fp32 partials and the last program of a tile adds them in order.
+More rows than 64 (prefill) go through `w4_prefill`. `pack_w4` (w4_layout) makes the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specq_kernels import configs
+from specq_kernels.group_sums import group_sums, sums_shape
+from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel
+from specq_kernels.w4_layout import FORMS, STEP, W4Weight
+
+
+def w4a16(
+    x: Tensor,
+    weight: W4Weight,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    sums: Tensor | None = None,
+    config: configs.Config | None = None,
+) -> Tensor:
+    """x @ W.T + bias + residual, [rows, N] in x's dtype, rounded once.
+
+    x fp16 or bf16 [rows, K]; bias [N] and residual [rows, N] in x's dtype; `sums` is `group_sums(x, group)` where the
+    producer of x has them already. `config` is for tuning. Raises ValueError naming the argument.
+    """
+    if weight.is_gate_up:
+        raise ValueError("weight: gate and up are interleaved, use w4a16_silu")
+    return _product(x, weight, bias, residual, sums, config)
+
+
+def w4a16_silu(
+    x: Tensor, weight: W4Weight, *, sums: Tensor | None = None, config: configs.Config | None = None
+) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T), [rows, N/2], of a weight packed with is_gate_up; arguments as in `w4a16`."""
+    if not weight.is_gate_up:
+        raise ValueError("weight: not packed with is_gate_up")
+    return _product(x, weight, None, None, sums, config)
+
+
+def w4a16_ref(x: Tensor, weight: W4Weight, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """The definition: the dequantised product in fp32 (float64 for a float64 x)."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = x.to(wide) @ weight.dequantize(wide).T
+    if weight.is_gate_up:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
+    for term in (bias, residual):
+        y = y if term is None else y + term.to(wide)
+    return y.to(x.dtype)
+
+
+def _product(
+    x: Tensor,
+    weight: W4Weight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    sums: Tensor | None,
+    config: configs.Config | None,
+) -> Tensor:
+    n, k = weight.shape
+    n_out = n // 2 if weight.is_gate_up else n
+    check_tensor("x", x, shape=(None, k), device=weight.device)
+    rows = x.shape[0]
+    for name, term, shape in (("bias", bias, (n,)), ("residual", residual, (rows, n_out))):
+        if term is not None:
+            check_tensor(name, term, shape=shape, dtype=x.dtype, device=x.device)
+    if not runs_kernel(x):
+        return w4a16_ref(x, weight, bias=bias, residual=residual)
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"x: {rows} rows, the kernel takes 1 to {MAX_ROWS}")
+    if x.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
+        raise ValueError(f"x: dtype is {x.dtype}, expected torch.float16 or torch.bfloat16")
+    if sums is None:
+        sums = group_sums(x, weight.group_size)
+    padded_n, padded_k = weight.padded
+    check_tensor("sums", sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
+    config = config or configs.product_config("w4a16", x, n=padded_n, k=padded_k, group=weight.group_size)
+    split = min(config["split"], padded_k // STEP)
+    out = torch.empty(rows, n_out, dtype=x.dtype, device=x.device)
+    partials = x.new_empty(split * rows * padded_n if split > 1 else 1, dtype=torch.float32)
+    early = has_dependent_launch(x)
+    options = {} if interpreted() else {"num_warps": config["warps"], "launch_pdl": early}
+    _w4a16_kernel[(padded_n // config["block_n"], split)](
+        x, weight.packed, weight.meta, sums, bias if bias is not None else out,
+        residual if residual is not None else out, out, partials, weight.counters,
+        rows, n_out, k, padded_n, padded_k,
+        GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
+        BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], SPLIT=split, STAGES=config["stages"],
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        SILU=weight.is_gate_up, EVEN_K=k == padded_k, EVEN_M=rows == config["block_m"],
+        PTX=x.is_cuda and torch.version.cuda is not None,
+        EARLY=early, PREFETCH=config.get("prefetch", 0), **options,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _unpack_bf16(q):
+    """Four bytes of a lane (8 codes) to bf16 128 + code, exact: two tensors, k offset 0 and 8."""
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 a, b, c;
+        shr.b32 a, $4, 4;
+        shr.b32 b, $4, 8;
+        shr.b32 c, $4, 12;
+        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
+        }""",
+        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)  # fmt: skip
+
+
+@triton.jit
+def _unpack_fp16(q):
+    """As `_unpack_bf16` in fp16: 1024 + code in rows h = 0, 1024 + 16 * code in rows h = 1 (one shift for both)."""
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 a;
+        shr.b32 a, $4, 8;
+        lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+        lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
+        }""",
+        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)  # fmt: skip
+
+
+@triton.jit
+def _codes_tile(q, dtype: tl.constexpr, PTX: tl.constexpr, NB: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr):
+    """Bytes [NB, KC*8*16*KB] to codes [16*NB, 16*KC*KB] in `dtype`; the PTX forms add a power of two (MAGIC)."""
+    if PTX:
+        if dtype == tl.bfloat16:
+            low, high = _unpack_bf16(q)
+        else:
+            low, high = _unpack_fp16(q)
+        w = tl.reshape(tl.join(low, high), (NB, KC, 8, 4, KB, 2, 2, 2))  # nb kc g t kb h j r
+        w = tl.trans(w, 0, 5, 2, 1, 4, 7, 3, 6)
+    else:
+        w = tl.join(q & 15, q >> 4).to(dtype)
+        w = tl.reshape(w, (NB, KC, 8, 4, KB, 2, 2, 2))  # nb kc g t kb j r h
+        w = tl.trans(w, 0, 7, 2, 1, 4, 6, 3, 5)
+    return tl.reshape(w, (NB * 16, KC * KB * 16))  # (nb h g), (kc kb r t j)
+
+
+@triton.jit
+def _half_to_float(bits, FP16: tl.constexpr):
+    """fp32 of the 16-bit float in the low half of int32 `bits`."""
+    if FP16:
+        return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _prefetch_weights(w_ptr, row_bytes, first_byte, num_bytes, pid_n, NB: tl.constexpr):
+    """Ask for this program's first weights in L2; they do not depend on the kernel before."""
+    address = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64) * row_bytes + first_byte
+    tl.inline_asm_elementwise(
+        asm="""{
+        .reg .pred p;
+        .reg .u32 t;
+        mov.u32 t, %tid.x;
+        setp.lt.u32 p, t, $3;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        constraints="=r,l,r,r", args=[address, num_bytes, NB], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SILU: tl.constexpr,
+):  # fmt: skip
+    """Bias, SiLU, residual, rounding and the store of one tile."""
+    width: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    offs_n = pid_n * width + tl.arange(0, width)
+    offs_m = tl.arange(0, BLOCK_M)
+    mask = (offs_n < n_out)[:, None] & (offs_m < rows)[None, :]
+    if SILU:
+        pair = tl.trans(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), 0, 2, 3, 1)
+        gate, up = tl.split(pair)
+        y = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (width, BLOCK_M))
+    else:
+        y = acc
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)[:, None]
+    at = offs_m[None, :] * n_out + offs_n[:, None]
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _w4a16_kernel(
+    x_ptr, w_ptr, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
+    rows, n_out, k_size, padded_n, padded_k,
+    GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_N, BLOCK_M] of W x.T over one of SPLIT ranges of K; layout of `w` and `meta` in w4_layout.
+
+    The matrix instruction multiplies codes plus MAGIC (exact in 16 bits) by x; per group
+    acc += (dot - (MAGIC + zero) * sum(x)) * scale, so that neither subtraction nor scale is paid per weight.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    NB: tl.constexpr = BLOCK_N // 16
+    KB: tl.constexpr = 2 if GROUP == 32 else 4
+    KC: tl.constexpr = GROUP // (16 * KB)
+    BYTES: tl.constexpr = GROUP * 8  # of one group and 16 rows
+    GROUPS: tl.constexpr = 256 // GROUP  # groups a step
+    WORDS: tl.constexpr = 5 if FORM == 3 else (GROUPS // 2 if FORM == 0 else GROUPS)
+    MAGIC: tl.constexpr = (128.0 if dtype == tl.bfloat16 else 1024.0) if PTX else 0.0
+    HIGH_ROWS: tl.constexpr = 16.0 if PTX and dtype == tl.float16 else 1.0  # factor of the codes in rows h = 1
+
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    pid_n = tl.program_id(0)
+    pid_k = tl.program_id(1)
+    steps = padded_k // 256
+    first = pid_k * steps // SPLIT
+    last = (pid_k + 1) * steps // SPLIT
+    row_bytes = padded_k * 8
+    if EARLY:
+        if PREFETCH > 0:
+            num = tl.minimum(last - first, PREFETCH) * 2048
+            _prefetch_weights(w_ptr, row_bytes, first * 2048, num, pid_n, NB)
+        tl.extra.cuda.gdc_wait()
+
+    offs_row = tl.arange(0, BLOCK_N)
+    offs_n = pid_n * BLOCK_N + offs_row
+    factor = tl.where(offs_row % 16 < 8, 1.0, HIGH_ROWS)
+    inverse = tl.where(offs_row % 16 < 8, 1.0, 1.0 / HIGH_ROWS)
+    w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_bytes + tl.arange(0, BYTES)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        meta_ptrs = meta_ptr + step * (WORDS * padded_n) + offs_n
+        if FORM == 3:
+            top = tl.load(meta_ptrs)
+        for j in tl.static_range(GROUPS):
+            group = step * GROUPS + j
+            w = _codes_tile(tl.load(w_ptrs + group * BYTES), dtype, PTX, NB, KC, KB)
+            minimum = inverse
+            if FORM == 0:
+                word = tl.load(meta_ptrs + (j // 2) * padded_n) >> (16 * (j % 2))
+                scale = _half_to_float(word, SCALE_FP16) * inverse
+                shift = MAGIC + 8.0 * factor
+            elif FORM == 3:
+                sub = tl.load(meta_ptrs + (1 + j // 4) * padded_n) >> (8 * (j % 4))
+                low = tl.load(meta_ptrs + (3 + j // 4) * padded_n) >> (8 * (j % 4))
+                scale = _half_to_float(top, SCALE_FP16) * (sub & 255).to(tl.float32) * inverse
+                shift = MAGIC + 0.0 * factor
+                minimum = -_half_to_float(top >> 16, SCALE_FP16) * (low & 255).to(tl.float32)
+            else:
+                word = tl.load(meta_ptrs + j * padded_n)
+                scale = _half_to_float(word, SCALE_FP16) * inverse
+                if FORM == 1:
+                    shift = MAGIC + ((word >> 16) & 0xFFFF).to(tl.float32) * factor
+                else:
+                    shift = MAGIC + 0.0 * factor
+                    minimum = _half_to_float(word >> 16, SCALE_FP16)
+            acc = _add_group(acc, w, x_ptr, sums_ptr, group, rows, k_size, scale, shift, minimum,
+                             GROUP, BLOCK_M, EVEN_K, EVEN_M, FORM >= 2)  # fmt: skip
+
+    is_last = True
+    if SPLIT > 1:
+        offs_m = tl.arange(0, BLOCK_M)
+        at = offs_m[None, :] * padded_n + offs_n[:, None]
+        mask = (offs_m < rows)[None, :]
+        tl.store(partial_ptr + pid_k * rows * padded_n + at, acc, mask=mask)
+        tl.debug_barrier()  # every thread's partials are written before the arrival is counted
+        arrived = tl.atomic_add(counter_ptr + pid_n, 1, sem="acq_rel")
+        is_last = arrived == SPLIT - 1
+        if is_last:
+            tl.store(counter_ptr + pid_n, 0)
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for part in tl.static_range(SPLIT):
+                acc += tl.load(partial_ptr + part * rows * padded_n + at, mask=mask, other=0.0)
+    if is_last:
+        _finish(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
+                BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+
+
+@triton.jit
+def _add_group(
+    acc, w, x_ptr, sums_ptr, group, rows, k_size, scale, shift, minimum,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] plus one group's product; rows beyond `rows` and k beyond `k_size` are not read."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_k = group * GROUP + tl.arange(0, GROUP)
+    x_ptrs = x_ptr + offs_m[:, None] * k_size + offs_k[None, :]
+    if not EVEN_K:
+        x = tl.load(x_ptrs, mask=(offs_m < rows)[:, None] & (offs_k < k_size)[None, :], other=0.0)
+    elif EVEN_M:
+        x = tl.load(x_ptrs)
+    else:
+        x = tl.load(x_ptrs, mask=(offs_m < rows)[:, None], other=0.0)
+    sums = tl.load(sums_ptr + group * BLOCK_M + offs_m)
+    d = tl.dot(w, x.T, input_precision="ieee")
+    acc += (d - shift[:, None] * sums[None, :]) * scale[:, None]
+    if HAS_MINIMUM:
+        acc += minimum[:, None] * sums[None, :]
+    return acc
