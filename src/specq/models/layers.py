@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specq.checkpoint import ModelSpec
 from specq.models.rope import rotate
 
 FOLDED_NODES = 64
@@ -28,17 +28,34 @@ class AttentionView:
     is_causal: bool
 
 
+class LayerShape(Protocol):
+    """What a layer must know besides its weights; ModelSpec and HeadSpec say it."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def norm_eps(self) -> float: ...
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind an RMSNorm and added to the residual stream.
 
-    `qkv` and `gate_up` are single products over concatenated rows.
+    `qkv` and `gate_up` are single products over concatenated rows. A layer whose attention input is made outside
+    (EAGLE heads) has no first norm.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: LayerShape,
         *,
-        norms: tuple[Tensor, Tensor],
+        norms: tuple[Tensor | None, Tensor],
         head_norms: tuple[Tensor, Tensor] | None,
         qkv: nn.Module,
         o: nn.Module,
@@ -48,7 +65,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
         self.eps = spec.norm_eps
-        self.attention_norm, self.mlp_norm = map(frozen, norms)
+        self.attention_norm = None if norms[0] is None else frozen(norms[0])
+        self.mlp_norm = frozen(norms[1])
         self.has_head_norms = head_norms is not None
         if head_norms is not None:
             self.q_norm, self.k_norm = map(frozen, head_norms)
@@ -62,13 +80,17 @@ class DecoderLayer(nn.Module):
         seen: tuple[Tensor, Tensor],
         view: AttentionView,
         act: str,
+        *,
+        attention_input: Tensor | None = None,
     ) -> Tensor:
         """The residual stream [nodes, hidden] after this layer.
 
-        Writes K and V of the nodes to `slots` ([kv_heads, nodes, head_dim] each), then attends to `seen`
+        Attention reads `x` behind its norm, or `attention_input` as it is (EAGLE heads). Writes K and V of the nodes to `slots` ([kv_heads, nodes, head_dim] each), then attends to `seen`
         ([1, kv_heads, slots, head_dim] each), of which `slots` are the end.
         """
-        h = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
+        h = attention_input
+        if h is None:
+            h = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
         qkv = self.qkv(h, act).view(x.shape[0], -1, self.head_dim)  # [nodes, heads + 2 kv_heads, head_dim]
         turning, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.has_head_norms:
@@ -141,28 +163,32 @@ def attention_view(
     window: int | None,
     group: int,
     dtype: torch.dtype,
+    first: int = 0,
 ) -> AttentionView:
-    """What nodes at `positions` [nodes] see: the `base` committed slots, then nodes by `ancestors`, all in the window.
+    """What the nodes from `first` on see: the `base` committed slots, then nodes by `ancestors`, all in the window.
 
-    `ancestors` is bool [nodes, nodes], None for a chain. Slots before the window of the first node are cut off.
+    `ancestors` is bool [nodes, nodes], None for a chain; `positions` are those of all nodes. Slots before the window
+    of the first node are cut off.
     """
-    nodes = positions.shape[0]
+    end = base + positions.shape[0]
+    asking = positions[first:]
+    nodes = asking.shape[0]
     start = 0 if window is None else max(0, base + 1 - window)
-    if nodes == 1:
+    if nodes == 1 and (ancestors is None or end == base + 1):
         return AttentionView(start, None, False)
-    within_window = window is None or base + nodes <= window
+    within_window = window is None or end <= window
     is_folded = nodes <= FOLDED_NODES
     if ancestors is None and base == 0 and within_window and not is_folded:
         return AttentionView(start, None, True)
-    slots = torch.arange(start, base + nodes, device=positions.device)
+    slots = torch.arange(start, end, device=positions.device)
     if ancestors is None:
-        allowed = slots <= positions[:, None]
+        allowed = slots <= asking[:, None]
     else:
         # A node's slot says nothing about its position: siblings share one.
         slots = torch.cat((slots[: base - start], positions))
-        allowed = torch.cat((ancestors.new_ones(nodes, base - start), ancestors), 1)
+        allowed = torch.cat((ancestors.new_ones(nodes, base - start), ancestors[first:]), 1)
     if not within_window:
-        allowed = allowed & (positions[:, None] - slots < window)
+        allowed = allowed & (asking[:, None] - slots < window)
     mask = torch.zeros(allowed.shape, dtype=dtype, device=positions.device).masked_fill_(~allowed, -torch.inf)
     return AttentionView(start, mask.repeat_interleave(group, 0) if is_folded else mask, False)
 
