@@ -103,7 +103,7 @@ def disk_facts() -> dict[str, Any]:
 
     facts: dict[str, Any] = {}
     for name, folder in (("specq_cache", cache_dir()), ("hub_cache", Path(HF_HUB_CACHE))):
-        facts[name] = str(folder)
+        facts[f"{name}_folder"] = str(folder)
         facts[f"{name}_bytes"] = size_of(folder) if folder.is_dir() else 0
         facts[f"{name}_disk_free_bytes"] = _free_bytes(folder)
     return facts
@@ -167,7 +167,7 @@ def _free_bytes(folder: Path) -> int:
 def _row(name: str, value: Any) -> tuple[str, str]:
     label = name.replace("_", " ")
     if value is None:
-        return label.removesuffix(" bytes"), "unknown"
+        return label.removesuffix(" bytes"), "none found"
     if name.endswith("_bytes"):
         return label.removesuffix(" bytes"), size_text(value)
     return label, repr(value) if isinstance(value, str) and "\n" in value else str(value)
