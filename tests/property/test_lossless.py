@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from conftest import VOCAB, make_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tiny_models import VOCAB, make_model
 
 from specq.models.causal_lm import CausalLM
 from specq.recipe import PipelineName, PipelineSection
@@ -156,17 +156,13 @@ def test_a_drafter_has_no_history(
     stream.close()
     assert_cache_holds(speculator, context)
     fresh = PIPELINES[name].build(make_parts(target, intermediates[kind]), sampler, section)
-    used, new = (
-        s.drafter.propose(context, max_nodes=60, max_depth=20).tokens.tolist() for s in (speculator, fresh)
-    )
+    used, new = (s.drafter.propose(context, max_nodes=60, max_depth=20).tokens.tolist() for s in (speculator, fresh))
     # A SequenceDrafter may overshoot by a block, so only the length it owes is compared.
     assert used[: section.draft_length] == new[: section.draft_length]
 
 
 @given(prompt=prompts, sampler=samplers, length=st.integers(1, 12))
-def test_a_self_draft_is_accepted_whole(
-    target: CausalLM, prompt: list[int], sampler: Sampler, length: int
-) -> None:
+def test_a_self_draft_is_accepted_whole(target: CausalLM, prompt: list[int], sampler: Sampler, length: int) -> None:
     parts = make_parts(target, target)
     speculator = PIPELINES["sequence"].build(parts, sampler, PipelineSection(draft_length=length))
     decode(speculator, prompt, 40)
@@ -259,9 +255,7 @@ def test_long_prompts_run_in_chunks_of_fixed_cuts(
     prompt = [(7 * i) % VOCAB for i in range(100)]
     expected = plain_text(target, Sampler(), prompt, 20)
     monkeypatch.setattr(verifier_module, "PREFILL_CHUNK", 16)
-    speculator = PIPELINES[name].build(
-        make_parts(target, intermediates["close"]), Sampler(), PipelineSection()
-    )
+    speculator = PIPELINES[name].build(make_parts(target, intermediates["close"]), Sampler(), PipelineSection())
     assert decode(speculator, prompt, 20) == expected
     assert [r.decided for r in speculator.rounds if r.is_prefill] == [1]
 
@@ -294,18 +288,14 @@ def _late_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of the node's slot instead of its position."""
     original = Sampler.__call__
 
-    def call(
-        self: Sampler, logits: torch.Tensor, positions: torch.Tensor, seen: object = None
-    ) -> torch.Tensor:
+    def call(self: Sampler, logits: torch.Tensor, positions: torch.Tensor, seen: object = None) -> torch.Tensor:
         return original(self, logits, positions[0] + torch.arange(len(positions)), seen)
 
     monkeypatch.setattr(Sampler, "__call__", call)
 
 
 @pytest.mark.parametrize("plant", [_wrong_mask, _wrong_depths, _no_compaction, _late_noise])
-def test_planted_faults_change_the_text(
-    plant: object, target: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_faults_change_the_text(plant: object, target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of this file: each fault must be seen by the comparison with plain decoding."""
     sampler = Sampler(temperature=1.0, seed=2)
     runs = [([i, i + 1], plain_text(target, sampler, [i, i + 1], 40)) for i in range(6)]

@@ -74,6 +74,7 @@ class EagleHead(nn.Module):
         self._rope = rope
         self.embedding = None if embedding is None else frozen(embedding)
         self.norms = nn.ParameterDict({name: frozen(norm) for name, norm in (norms or {}).items()})
+        self.target_ids: Tensor | None
         self.register_buffer("target_ids", target_ids)
 
     @property

@@ -187,7 +187,7 @@ def attention_view(
         # A node's slot says nothing about its position: siblings share one.
         slots = torch.cat((slots[: base - start], positions))
         allowed = torch.cat((ancestors.new_ones(nodes, base - start), ancestors[first:]), 1)
-    if not within_window:
+    if window is not None and not within_window:
         allowed = allowed & (asking[:, None] - slots < window)
     mask = torch.zeros(allowed.shape, dtype=dtype, device=positions.device).masked_fill_(~allowed, -torch.inf)
     return AttentionView(start, mask.repeat_interleave(group, 0) if is_folded else mask, False)
