@@ -130,9 +130,7 @@ def write_model(
     stored = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
-    _write_json(
-        folder / "generation_config.json", {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
-    )
+    _write_json(folder / "generation_config.json", {key: config.get(key) for key in ("bos_token_id", "eos_token_id")})
     if shards == 1:
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     else:

@@ -21,7 +21,9 @@ from specq.families import FAMILIES, Family, supported_families
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "float16", "bfloat16")
-FORMATS_HINT = "specq reads 4-bit GPTQ (v1, v2), AWQ (gemm), compressed-tensors (pack-quantized) and GGUF, or 16-bit weights"
+FORMATS_HINT = (
+    "specq reads 4-bit GPTQ (v1, v2), AWQ (gemm), compressed-tensors (pack-quantized) and GGUF, or 16-bit weights"
+)
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,7 @@ class ModelSpec:
         family = FAMILIES[name]
         keys = _Keys(config, family)
         _refuse_variants(config)
-        layers, hidden, heads = (
-            keys.count(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-        )
+        layers, hidden, heads = (keys.count(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         kv_heads = heads if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
         head_dim = hidden // heads if keys.get("head_dim") is None else keys.count("head_dim")
         if heads % kv_heads:
@@ -149,9 +149,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise UsageError(
-            f"`{folder}` holds no config.json", hint="give a model's folder, a .gguf file or a Hub id"
-        )
+        raise UsageError(f"`{folder}` holds no config.json", hint="give a model's folder, a .gguf file or a Hub id")
     config = _read_object(path)
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
         if not config.get("quantization_config") and (folder / name).is_file():
@@ -200,13 +198,9 @@ class _Keys:
     def count(self, key: str) -> int:
         value = self.get(key)
         if value is None:
-            raise UsageError(
-                f"config.json has no `{key}`", hint="take the config.json of the model's own repository"
-            )
+            raise UsageError(f"config.json has no `{key}`", hint="take the config.json of the model's own repository")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(
-                f"`{key}` in config.json is `{value}`", hint="it has to be a whole number above 0"
-            )
+            raise UsageError(f"`{key}` in config.json is `{value}`", hint="it has to be a whole number above 0")
         return value
 
     def flag(self, bias: bool | str) -> bool:
@@ -240,9 +234,7 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rotary = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotary not in (None, 1, 1.0):
-        raise UnsupportedError(
-            f"partial_rotary_factor `{rotary}` is not run", hint="only whole heads are rotated"
-        )
+        raise UnsupportedError(f"partial_rotary_factor `{rotary}` is not run", hint="only whole heads are rotated")
 
 
 def _rope(config: Mapping[str, Any], max_positions: int) -> RopeSpec:
@@ -251,9 +243,7 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> RopeSpec:
     by_layer = [value for value in given.values() if isinstance(value, Mapping)]
     if by_layer:
         if any(value != by_layer[0] for value in by_layer):
-            raise UnsupportedError(
-                "rotary positions that differ by layer are not run", hint=supported_families()
-            )
+            raise UnsupportedError("rotary positions that differ by layer are not run", hint=supported_families())
         given = dict(by_layer[0])
     kind = str(given.get("rope_type", given.get("type", "default")))
     if kind not in ROPE_KINDS:
@@ -336,9 +326,7 @@ def _sliding_windows(keys: _Keys, family: Family, layers: int) -> tuple[int | No
 def _dtype(config: Mapping[str, Any]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedError(
-            f"a checkpoint in `{name}` is not read", hint=f"dtypes read: {', '.join(DTYPES)}"
-        )
+        raise UnsupportedError(f"a checkpoint in `{name}` is not read", hint=f"dtypes read: {', '.join(DTYPES)}")
     return name
 
 
@@ -384,9 +372,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
     stored = str(config.get("format", "pack-quantized"))
     groups = list((config.get("config_groups") or {}).values())
     if stored != "pack-quantized" or not groups:
-        raise UnsupportedError(
-            f"compressed-tensors weights stored as `{stored}` are not read", hint=FORMATS_HINT
-        )
+        raise UnsupportedError(f"compressed-tensors weights stored as `{stored}` are not read", hint=FORMATS_HINT)
     weights = [group.get("weights") or {} for group in groups]
     first = weights[0]
     strategy = first.get("strategy")
@@ -412,9 +398,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
 
 def _gguf(config: Mapping[str, Any]) -> QuantSpec:
     """Blocks of 32; which of them keep four bits is decided tensor by tensor when they are read."""
-    return QuantSpec(
-        method="gguf", bits=4, group_size=32, symmetric=False, desc_act=False, checkpoint_format="gguf"
-    )
+    return QuantSpec(method="gguf", bits=4, group_size=32, symmetric=False, desc_act=False, checkpoint_format="gguf")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -31,9 +32,7 @@ class KVCache:
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.feature_layers = feature_layers
         self.features = (
-            torch.zeros(self.max_len, feature_dim, dtype=dtype, device=device)
-            if feature_layers is not None
-            else None
+            torch.zeros(self.max_len, feature_dim, dtype=dtype, device=device) if feature_layers is not None else None
         )
 
     def keep(self, path: Sequence[int]) -> None:
@@ -42,7 +41,7 @@ class KVCache:
         Raises ValueError when the nodes are not in ascending order or lie outside the cache.
         """
         start, count = self.length, len(path)
-        if any(later <= earlier for earlier, later in zip(path, path[1:], strict=False)):
+        if any(later <= earlier for earlier, later in pairwise(path)):
             raise ValueError(f"path: nodes {list(path)} are not in ascending order")
         if count and (path[0] < 0 or start + path[-1] >= self.max_len):
             raise ValueError(f"path: nodes {list(path)} lie outside a cache of {self.max_len} slots")

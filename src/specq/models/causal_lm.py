@@ -96,9 +96,7 @@ class CausalLM(nn.Module):
         base, count = cache.length, nodes.tokens.shape[0]
         end = base + count
         if end > cache.max_len:
-            raise ValueError(
-                f"nodes: {count} nodes after {base} tokens do not fit a cache of {cache.max_len} slots"
-            )
+            raise ValueError(f"nodes: {count} nodes after {base} tokens do not fit a cache of {cache.max_len} slots")
         if nodes.is_chain:
             positions = torch.arange(base, end, device=self.device)
             rope = self._rope.cos[base:end, None], self._rope.sin[base:end, None]

@@ -85,8 +85,9 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """The residual stream [nodes, hidden] after this layer.
 
-        Attention reads `x` behind its norm, or `attention_input` as it is (EAGLE heads). Writes K and V of the nodes to `slots` ([kv_heads, nodes, head_dim] each), then attends to `seen`
-        ([1, kv_heads, slots, head_dim] each), of which `slots` are the end.
+        Attention reads `x` behind its norm, or `attention_input` as it is (EAGLE heads). Writes K and V of the nodes
+        to `slots` ([kv_heads, nodes, head_dim] each), then attends to `seen` ([1, kv_heads, slots, head_dim] each),
+        of which `slots` are the end.
         """
         h = attention_input
         if h is None:
@@ -111,18 +112,6 @@ class DecoderLayer(nn.Module):
         return torch.cat((q, k), 1)
 
 
-class DenseLinear(nn.Module):
-    """A 16- or 32-bit product; activations have one precision only, so `act` changes nothing."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.weight = frozen(weight)
-        self.bias = None if bias is None else frozen(bias)
-
-    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
 class SideBySide(nn.Module):
     """Products that cannot be one (4-bit groupings or orders that differ), their outputs concatenated."""
 
@@ -135,7 +124,7 @@ class SideBySide(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, view: AttentionView) -> Tensor:
-    """Attention of queries [nodes, heads, head_dim] over k, v [1, kv_heads, slots, head_dim]: [nodes, heads * head_dim]."""
+    """[nodes, heads * head_dim]: queries [nodes, heads, head_dim] over k and v [1, kv_heads, slots, head_dim]."""
     nodes, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     if nodes > FOLDED_NODES:
@@ -149,9 +138,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, view: AttentionView) -> Tensor:
         )
         return out[0].transpose(0, 1).reshape(nodes, heads * head_dim)
     rows = q.reshape(nodes, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(
-        rows, k, v, attn_mask=view.mask
-    )  # [1, kv_heads, nodes * group, head_dim]
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=view.mask)  # [1, kv_heads, nodes * group, head_dim]
     return out.view(kv_heads, nodes, -1).transpose(0, 1).reshape(nodes, heads * head_dim)
 
 
@@ -178,7 +165,7 @@ def attention_view(
         return AttentionView(start, None, False)
     within_window = window is None or end <= window
     is_folded = nodes <= FOLDED_NODES
-    if ancestors is None and base == 0 and within_window and not is_folded:
+    if ancestors is None and base == first == 0 and within_window and not is_folded:
         return AttentionView(start, None, True)
     slots = torch.arange(start, end, device=positions.device)
     if ancestors is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 from specq.checkpoint import ModelSpec, read_config
 from specq.errors import UnsupportedError, UsageError
 from specq.models.causal_lm import CausalLM
-from specq.models.layers import DecoderLayer, DenseLinear
+from specq.models.layers import DecoderLayer, SideBySide
+from specq.models.memory import estimate_bytes, free_bytes, require_memory
+from specq.quant.linear import int4_group, make_linear
+from specq.quant.packed import PackedWeight, concat_rows
+
+if TYPE_CHECKING:
+    from specq.tensors import WeightSource
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 DTYPES = {
@@ -20,6 +27,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+CHECK_CONFIG = "check that config.json belongs to these weights"
 NAMED = 3
 """How many tensors a message names before it counts the rest."""
 
@@ -45,19 +53,29 @@ def model_spec(path: Path) -> ModelSpec:
         return ModelSpec.from_config(gguf_config(path))
     if not (path / "config.json").is_file() and (files := sorted(path.glob("*.gguf"))):
         if len(files) > 1:
-            raise UsageError(
-                f"`{path}` holds {len(files)} GGUF files", hint=f"name one of them, such as {files[0]}"
-            )
+            raise UsageError(f"`{path}` holds {len(files)} GGUF files", hint=f"name one of them, such as {files[0]}")
         return ModelSpec.from_config(gguf_config(files[0]))
     return ModelSpec.from_config(read_config(path))
 
 
-def build_model(spec: ModelSpec, source, *, device: str = "cpu", dtype: str = "auto") -> CausalLM:
+def build_model(spec: ModelSpec, source: WeightSource, *, device: str = "cpu", dtype: str = "auto") -> CausalLM:
     """The model of these weights; see `load_model`."""
     check_tensors(spec, source)
-    kind, place = choose_dtype(dtype, spec, device), torch.device(device)
-    builder = _Builder(spec, source, place, kind)
-    return builder.model()
+    return _Builder(spec, source, device, dtype).model()
+
+
+def check_memory(models: Sequence[tuple[ModelSpec, Path, int]], *, device: str, dtype: str) -> None:
+    """Raise NotEnoughMemoryError when these models (spec, path, context) do not fit the device together."""
+    estimates = []
+    for spec, _, context in models:
+        kind = choose_dtype(dtype, spec, device)
+        estimates.append(estimate_bytes(spec, dtype=kind, context=context, is_packed=keeps_4_bits(dtype, device)))
+    require_memory(estimates, max(context for *_, context in models), device=device, free=free_bytes(device))
+
+
+def keeps_4_bits(dtype: str, device: str) -> bool:
+    """Whether 4-bit matrices stay packed: on a CPU they do unless a dtype is asked for, then they are exact."""
+    return device == "cpu" and dtype in ("auto", "bfloat16")
 
 
 def choose_dtype(name: str, spec: ModelSpec, device: str) -> torch.dtype:
@@ -99,7 +117,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_tensors(spec: ModelSpec, source) -> None:
+def check_tensors(spec: ModelSpec, source: WeightSource) -> None:
     """Raise unless the source holds the tensors of `expected_tensors` in their shapes, and no others of weight.
 
     Frequencies saved with old checkpoints, a head beside a tied embedding and zero biases written by old
@@ -116,17 +134,17 @@ def check_tensors(spec: ModelSpec, source) -> None:
         if source.shape(name) != shape:
             raise UsageError(
                 f"`{name}` is {list(source.shape(name))}, config.json says {list(shape)}",
-                hint="check that config.json belongs to these weights",
+                hint=CHECK_CONFIG,
             )
     extra = [name for name in sorted(names - expected.keys()) if not _is_harmless(name, spec, source)]
     if extra:
         raise UnsupportedError(
             f"the weights hold {_named(extra)}, which a `{spec.family}` model as config.json describes it has not",
-            hint="check that config.json belongs to these weights",
+            hint=CHECK_CONFIG,
         )
 
 
-def _is_harmless(name: str, spec: ModelSpec, source) -> bool:
+def _is_harmless(name: str, spec: ModelSpec, source: WeightSource) -> bool:
     if name.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tie_embeddings):
         return True
     is_zero_bias = name.endswith("_proj.bias") and spec.quantization is not None
@@ -136,60 +154,68 @@ def _is_harmless(name: str, spec: ModelSpec, source) -> bool:
 class _Builder:
     """Moves the source's tensors into modules, layer by layer."""
 
-    def __init__(self, spec: ModelSpec, source, device: torch.device, dtype: torch.dtype) -> None:
-        self.spec, self.source, self.device, self.dtype = spec, source, device, dtype
+    def __init__(self, spec: ModelSpec, source: WeightSource, device: str, dtype: str) -> None:
+        self.spec, self.source, self.device = spec, source, torch.device(device)
+        self.dtype = choose_dtype(dtype, spec, device)
+        self.use_int4 = keeps_4_bits(dtype, device)
 
     def model(self) -> CausalLM:
-        spec = self.spec
-        if spec.tie_embeddings:
+        if self.spec.tie_embeddings:
             embedding = self._vector(EMBEDDING)
             head = self._linear(embedding, None)
         else:
             # Only rows are read from it, so it stays in the file's type: exact, and half the memory of fp32.
             embedding = self.source.tensor(EMBEDDING).to(self.device)
-            head = self._product(["lm_head"])
-        layers = [self._layer(f"model.layers.{layer}.") for layer in range(spec.layers)]
-        return CausalLM(spec, embedding=embedding, layers=layers, norm=self._vector(NORM), head=head)
+            head = self._linear(self.source.linear(HEAD.removesuffix(".weight")), None)
+        layers = [self._layer(f"model.layers.{layer}.") for layer in range(self.spec.layers)]
+        return CausalLM(self.spec, embedding=embedding, layers=layers, norm=self._vector(NORM), head=head)
 
     def _layer(self, prefix: str) -> DecoderLayer:
-        attention = f"{prefix}self_attn."
+        spec, attention = self.spec, f"{prefix}self_attn."
+        head_norms = None
+        if spec.qk_norm:
+            head_norms = self._vector(f"{attention}q_norm.weight"), self._vector(f"{attention}k_norm.weight")
         return DecoderLayer(
-            self.spec,
+            spec,
             norms=(
                 self._vector(f"{prefix}input_layernorm.weight"),
                 self._vector(f"{prefix}post_attention_layernorm.weight"),
             ),
-            head_norms=(
-                (self._vector(f"{attention}q_norm.weight"), self._vector(f"{attention}k_norm.weight"))
-                if self.spec.qk_norm
-                else None
-            ),
-            qkv=self._product([f"{attention}{name}_proj" for name in "qkv"]),
-            o=self._product([f"{attention}o_proj"]),
-            gate_up=self._product([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"]),
-            down=self._product([f"{prefix}mlp.down_proj"]),
+            head_norms=head_norms,
+            qkv=self._product([f"{attention}{name}_proj" for name in "qkv"], has_bias=spec.qkv_bias),
+            o=self._product([f"{attention}o_proj"], has_bias=spec.o_bias),
+            gate_up=self._product([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], has_bias=spec.mlp_bias),
+            down=self._product([f"{prefix}mlp.down_proj"], has_bias=spec.mlp_bias),
         )
 
-    def _product(self, prefixes: Sequence[str]) -> nn.Module:
+    def _product(self, prefixes: Sequence[str], *, has_bias: bool) -> nn.Module:
         """One product over the rows of all these matrices, or several side by side where they do not fuse."""
         weights = [self.source.linear(prefix) for prefix in prefixes]
-        biases = [self._bias(prefix) for prefix in prefixes]
-        fused = torch.cat(weights)
-        return self._linear(fused, None if biases[0] is None else torch.cat(biases))
+        biases = [self.source.tensor(f"{prefix}.bias") for prefix in prefixes] if has_bias else []
+        fused = fuse_rows(weights)
+        if fused is not None:
+            return self._linear(fused, torch.cat(biases) if biases else None)
+        return SideBySide([self._linear(weight, biases[i] if biases else None) for i, weight in enumerate(weights)])
 
-    def _bias(self, prefix: str) -> Tensor | None:
-        has_bias = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "o_bias"}
-        kind = prefix.rsplit(".", 1)[-1].removesuffix("_proj")
-        if kind == "lm_head" or not getattr(self.spec, has_bias.get(kind, "mlp_bias")):
-            return None
-        return self.source.tensor(f"{prefix}.bias")
-
-    def _linear(self, weight, bias: Tensor | None) -> nn.Module:
-        cast = [None if part is None else part.to(self.device, self.dtype) for part in (weight, bias)]
-        return DenseLinear(*cast)
+    def _linear(self, weight: Tensor | PackedWeight, bias: Tensor | None) -> nn.Module:
+        product = None
+        if self.use_int4 and isinstance(weight, PackedWeight) and int4_group(weight) is not None:
+            product = "int4"
+        return make_linear(weight, bias, device=self.device, dtype=self.dtype, product=product)
 
     def _vector(self, name: str) -> Tensor:
         return self.source.tensor(name).to(self.device, self.dtype)
+
+
+def fuse_rows(weights: Sequence[Tensor | PackedWeight]) -> Tensor | PackedWeight | None:
+    """One matrix with the rows of all, None when they are stored in ways that do not go together."""
+    if len(weights) == 1:
+        return weights[0]
+    dense = [weight for weight in weights if isinstance(weight, Tensor)]
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if dense and packed:
+        return None
+    return torch.cat(dense) if dense else concat_rows(packed)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-llama3": tiny_config("llama", rope_theta=None, rope_parameters=NEW_LLAMA3),
     "mistral": tiny_config("mistral"),
     "mistral-window": tiny_config("mistral", sliding_window=16, num_key_value_heads=1),
+    "mistral-window-shorter-than-a-branch": tiny_config("mistral", sliding_window=4),
     "mistral-own-head-dim": tiny_config("mistral", head_dim=24),
     "qwen2": tiny_config("qwen2", tie_word_embeddings=True),
     "qwen2-window": tiny_config("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1),
@@ -69,8 +70,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 WINDOWED = [name for name in CASES if "window" in name]
 
-# Two trees in one: a trunk of two, then branches of different depth, siblings side by side and apart.
-PARENTS = [-1, 0, 1, 1, 2, 3, 1, 4, 4, 8, 5, 6, 9]
+# Branches of different depth, siblings side by side and apart; on the longest, slots run ahead of positions early.
+PARENTS = [-1, 0, 0, 2, 2, 3, 1, 5, 5, 8, 6, 4, 9]
 TREE_TOKENS = [7, 300, 12, 45, 12, 8, 199, 7, 64, 250, 31, 5, 9]
 
 
@@ -220,9 +221,9 @@ def test_what_was_rolled_back_leaves_no_trace(case: str) -> None:
     model = ours(case)
     fresh, used = model.new_cache(64), model.new_cache(64)
     tokens = prompt(40)
-    for cache in (fresh, used):
-        model(chain(tokens[:20]), cache)
-        cache.keep(range(20))
+    for kept in (fresh, used):
+        model(chain(tokens[:20]), kept)
+        kept.keep(range(20))
     model(chain(tokens[20:40]), used)
     used.keep(range(20))
     model(DraftTree.from_lists(TREE_TOKENS, PARENTS), used)
