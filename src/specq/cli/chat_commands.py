@@ -57,7 +57,7 @@ class ChatCommands:
             raise UsageError("there is no answer yet")
         record = results[-1].record()
         rows = [
-            (name, f"{value:.2f}" if isinstance(value, float) else str(value))
+            (name, f"{value:.4g}" if isinstance(value, float) else str(value))
             for name, value in record.items()
             if value is not None and name not in ("text", "token_ids")
         ]
