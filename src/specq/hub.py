@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import errno
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -11,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from specq.errors import DiskFullError, UsageError
+from specq.errors import DiskFullError, OfflineError, UsageError
 
 DEMO_NAME = "specq:demo"
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 # called with a line that says what is going on, several times a second while bytes come
 Progress = Callable[[str], None]
@@ -33,7 +37,8 @@ def resolve_model(
 ) -> Snapshot:
     """The local files of a model: `specq:demo`, a GGUF file, a folder with a config.json, or a Hub id.
 
-    Raises: UsageError for a name that is none of these.
+    What a Hub model lacks on this machine is downloaded, code never.
+    Raises: UsageError for a name that is none of these, AccessError, OfflineError, DiskFullError.
     """
     if name == DEMO_NAME:
         from specq.demo import demo_folder
@@ -42,25 +47,55 @@ def resolve_model(
     path = Path(name).expanduser()
     if path.exists() or name.startswith(("/", "./", "../", "~")):
         return Snapshot(_check_local(path))
-    raise UsageError(f"`{name}` is neither a folder nor a GGUF file")
+    if not HUB_ID.fullmatch(name):
+        raise UsageError(
+            f"`{name}` is neither a folder, a .gguf file nor a Hub id",
+            hint=_suggest(path) or "a Hub id has one slash, such as HuggingFaceTB/SmolLM2-135M-Instruct",
+        )
+    from specq.hub_download import cached_snapshot, download
+
+    if is_offline(offline):
+        folder = cached_snapshot(name, revision)
+        if folder is None:
+            raise OfflineError(
+                f"`{name}`{f' at revision `{revision}`' if revision else ''} is not in the Hub cache, "
+                "or only in part, and specq is offline",
+                hint="run once without --offline and HF_HUB_OFFLINE, or name a local folder",
+            )
+    else:
+        folder = download(name, revision, progress=progress)
+    return Snapshot(folder, repo_id=name, revision=folder.name)
 
 
 def _check_local(path: Path) -> Path:
     """The path itself when it holds a model; what was found there instead is in the message."""
     if not path.exists():
-        raise UsageError(f"`{path}` does not exist", hint="look for a misspelt name")
+        raise UsageError(f"`{path}` does not exist", hint=_suggest(path))
     if path.is_file():
         if path.suffix == ".gguf":
             return path
-        raise UsageError(f"`{path}` is not a model: it is neither a folder nor a .gguf file")
+        raise UsageError(
+            f"`{path}` is not a model: it is neither a folder nor a .gguf file",
+            hint=f"name its folder: {path.parent}" if (path.parent / "config.json").is_file() else None,
+        )
     if (path / "config.json").is_file() or any(path.glob("*.gguf")):
         return path
     found = sorted(entry.name for entry in path.iterdir())
     shown = ", ".join(found[:6]) + (", ..." if len(found) > 6 else "")
+    below = [child for child in sorted(path.iterdir()) if (child / "config.json").is_file()]
     raise UsageError(
         f"`{path}` holds neither a config.json nor a .gguf file: {shown or 'it is empty'}",
-        hint="name the folder that a Hugging Face model was saved to",
+        hint=f"did you mean {below[0]}?" if below else "name the folder that a Hugging Face model was saved to",
     )
+
+
+def _suggest(path: Path) -> str | None:
+    """A hint with the entry beside `path` whose name comes closest."""
+    if not path.parent.is_dir():
+        return None
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf"]
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else None
 
 
 def cache_dir() -> Path:
@@ -78,15 +113,26 @@ def cache_dir() -> Path:
 
 
 def is_offline(flag: bool | None = None) -> bool:
-    """Whether the network must not be used: the flag, else HF_HUB_OFFLINE."""
+    """Whether the network must not be used: the flag, else HF_HUB_OFFLINE as the Hub's own tools read it."""
     if flag is not None:
         return flag
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def progress_line(what: str, done: int, total: int) -> str:
     """A line of progress, in megabytes."""
     return f"{what}: {min(done, total) / 1e6:.0f} of {total / 1e6:.0f} MB"
+
+
+def bytes_below(folder: Path) -> int:
+    """The size of all files below a folder, also while others write there."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # moved meanwhile
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total
 
 
 def require_space(folder: Path, num_bytes: int) -> None:
