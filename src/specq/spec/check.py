@@ -1,0 +1,167 @@
+"""Whether a target and a drafter fit, test by test, from settings, tokenizers and tensor headers.
+
+No weights are loaded. What a head must look like is in check_head.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from specq.checkpoint import ModelSpec
+from specq.errors import SpecqError
+from specq.models.loader import check_memory, model_spec
+from specq.spec.check_head import CheckResult, check_head, head_tensors
+from specq.tokenizer import Tokenizer
+
+__all__ = ["CheckResult", "check_pair"]
+
+MEMORY_CONTEXT = 8192
+
+T = TypeVar("T")
+
+
+def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
+    """The tests of a pair, in the order in which a reader needs them; `fail` means that it cannot run."""
+    results: list[CheckResult] = []
+    target_spec = _attempt(results, "target", lambda: model_spec(target), _describe_model)
+    target_tokenizer = _attempt(results, "target tokenizer", lambda: Tokenizer.load(target), _describe_tokenizer)
+    try:
+        tensors = head_tensors(drafter)
+    except SpecqError as error:
+        return [*results, CheckResult("drafter", "fail", error.message)]
+    if tensors is not None:
+        results += check_head(drafter, tensors, target_spec, target_tokenizer)
+        return results
+    drafter_spec = _attempt(results, "drafter", lambda: model_spec(drafter), _describe_model)
+    drafter_tokenizer = _attempt(results, "drafter tokenizer", lambda: Tokenizer.load(drafter), _describe_tokenizer)
+    if target_tokenizer and drafter_tokenizer:
+        results += [
+            _same_ids(target_tokenizer, drafter_tokenizer),
+            _special_tokens(target_tokenizer, drafter_tokenizer),
+            _stop_ids(target_tokenizer, drafter_tokenizer),
+            _chat_template(target_tokenizer, drafter_tokenizer),
+        ]
+    if target_spec and drafter_spec:
+        if target_tokenizer:
+            results.append(_vocabulary(target_spec, drafter_spec, target_tokenizer.size))
+        results += [
+            _context(target_spec, drafter_spec),
+            _rope(target_spec, drafter_spec),
+            _cost(target_spec, drafter_spec),
+            _memory((target_spec, target), (drafter_spec, drafter)),
+        ]
+    return results
+
+
+def _attempt(results: list[CheckResult], name: str, read: Callable[[], T], describe: Callable[[T], str]) -> T | None:
+    """What `read` returns, or None where it refuses; either way one test is noted."""
+    try:
+        found = read()
+    except SpecqError as error:
+        results.append(CheckResult(name, "fail", error.message + (f" ({error.hint})" if error.hint else "")))
+        return None
+    results.append(CheckResult(name, "pass", describe(found)))
+    return found
+
+
+def _same_ids(target: Tokenizer, drafter: Tokenizer) -> CheckResult:
+    """Ids are all that passes between the two, so each must mean the same token in both."""
+    ours, theirs = target.id_table(), drafter.id_table()
+    different = sorted(index for index in ours.keys() & theirs.keys() if ours[index] != theirs[index])
+    if different:
+        first = different[0]
+        detail = (
+            f"{len(different)} ids mean different tokens, the first is {first}: `{ours[first]}` and `{theirs[first]}`"
+        )
+        return CheckResult("tokenizers", "fail", detail)
+    only_target, only_drafter = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    shared = f"{len(ours.keys() & theirs.keys())} ids are the same"
+    if only_target:
+        return CheckResult("tokenizers", "warn", f"{shared}, {len(only_target)} of the target are never drafted")
+    if only_drafter:
+        return CheckResult("tokenizers", "warn", f"{shared}, {len(only_drafter)} of the drafter alone are masked")
+    return CheckResult("tokenizers", "pass", f"all {shared}")
+
+
+def _special_tokens(target: Tokenizer, drafter: Tokenizer) -> CheckResult:
+    different = sorted(target.special_ids ^ drafter.special_ids)
+    if different:
+        table = target.id_table() | drafter.id_table()
+        named = ", ".join(f"`{table[index]}`" for index in different[:4])
+        detail = f"{len(different)} tokens are special in one of the two only, such as {named}; the target's count"
+        return CheckResult("special tokens", "warn", detail)
+    return CheckResult("special tokens", "pass", f"the same {len(target.special_ids)} in both")
+
+
+def _stop_ids(target: Tokenizer, drafter: Tokenizer) -> CheckResult:
+    ours, theirs = sorted(target.eos_ids), sorted(drafter.eos_ids)
+    if not ours:
+        return CheckResult("end of an answer", "warn", "the target names no stop id: answers end at the token limit")
+    if ours != theirs:
+        detail = f"the target stops at ids {ours}, the drafter at {theirs}; the target decides"
+        return CheckResult("end of an answer", "warn", detail)
+    return CheckResult("end of an answer", "pass", f"both stop at ids {ours}")
+
+
+def _chat_template(target: Tokenizer, drafter: Tokenizer) -> CheckResult:
+    if target.chat_template == drafter.chat_template:
+        what = "the same in both" if target.chat_template else "none: two base models, use --raw"
+        return CheckResult("chat template", "pass", what)
+    if target.chat_template is None:
+        return CheckResult("chat template", "warn", "the target has none: use --raw or --chat-template FILE")
+    why = "the drafter has none" if drafter.chat_template is None else "they differ"
+    return CheckResult(
+        "chat template", "warn", f"{why}; the target's is used, and text new to the drafter is drafted less well"
+    )
+
+
+def _vocabulary(target: ModelSpec, drafter: ModelSpec, size: int) -> CheckResult:
+    """Rows beyond the tokenizer only pad the embedding: they may differ, but every id needs a row in both."""
+    detail = f"{target.vocab} and {drafter.vocab} rows for the {size} ids of the tokenizer"
+    for who, spec in (("target", target), ("drafter", drafter)):
+        if spec.vocab < size:
+            return CheckResult("vocabulary", "fail", f"{detail}: the {who} cannot read ids from {spec.vocab} on")
+    return CheckResult("vocabulary", "pass", detail)
+
+
+def _context(target: ModelSpec, drafter: ModelSpec) -> CheckResult:
+    detail = f"{target.max_context} tokens, the drafter {drafter.max_context}"
+    if drafter.max_context < target.max_context:
+        return CheckResult("context", "warn", f"{detail}: nothing is drafted beyond that")
+    return CheckResult("context", "pass", detail)
+
+
+def _rope(target: ModelSpec, drafter: ModelSpec) -> CheckResult:
+    kinds = [f"{spec.rope.kind}, base {spec.rope.theta:g}" for spec in (target, drafter)]
+    return CheckResult("rotary positions", "pass", f"{kinds[0]}; the drafter's own: {kinds[1]}")
+
+
+def _cost(target: ModelSpec, drafter: ModelSpec) -> CheckResult:
+    """At one sequence at a time a step's time follows the number of layers more than that of weights."""
+    detail = f"{drafter.layers} layers of {drafter.hidden} draft for {target.layers} of {target.hidden}"
+    if drafter.layers >= target.layers:
+        return CheckResult("cost", "warn", f"{detail}: a draft step may take as long as the target's own")
+    return CheckResult("cost", "pass", detail)
+
+
+def _memory(*models: tuple[ModelSpec, Path]) -> CheckResult:
+    import torch
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    context = min(MEMORY_CONTEXT, *(spec.max_context for spec, _ in models))
+    try:
+        check_memory([(spec, path, context) for spec, path in models], device=device, dtype="auto")
+    except SpecqError as error:
+        return CheckResult("memory", "warn", f"together, on this machine: {error.message}; {error.hint}")
+    return CheckResult("memory", "pass", f"both fit `{device}` with a context of {context}")
+
+
+def _describe_model(spec: ModelSpec) -> str:
+    quantized = spec.quantization.method if spec.quantization else spec.dtype
+    return f"{spec.family}, {spec.layers} layers of {spec.hidden}, {quantized}"
+
+
+def _describe_tokenizer(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.size} ids, {len(tokenizer.special_ids)} of them special"

@@ -1,0 +1,283 @@
+"""Each test of a pair, with a pair that passes it and one that does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_tokenizers import CHATML, byte_level, save
+from tokenizers import AddedToken
+
+from specq.spec.check import check_pair
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+HEAD_CONFIG = {**CONFIG, "num_hidden_layers": 1, "bias": True}
+NAMED = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": CHATML}
+
+
+def model(folder: Path, backend: Any = None, *, names: dict[str, str] | None = None, **changes: Any) -> Path:
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    return save(backend or byte_level(), folder, files={"config.json": config}, **{**NAMED, **(names or {})})
+
+
+def head_shapes(hidden: int = 64) -> dict[str, tuple[int, ...]]:
+    products = {"q": hidden, "k": hidden // 2, "v": hidden // 2, "o": hidden}
+    return {
+        "fc.weight": (hidden, 2 * hidden),
+        "fc.bias": (hidden,),
+        **{f"layers.0.self_attn.{name}_proj.weight": (rows, hidden) for name, rows in products.items()},
+        **{f"layers.0.mlp.{name}_proj.weight": (176, hidden) for name in ("gate", "up")},
+        "layers.0.mlp.down_proj.weight": (hidden, 176),
+        "layers.0.post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def head(folder: Path, shapes: dict[str, tuple[int, ...]], *, kind: str = "safetensors", **changes: Any) -> Path:
+    folder.mkdir()
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    if kind == "safetensors":
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    config = {key: value for key, value in {**HEAD_CONFIG, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def outcome(target: Path, drafter: Path, name: str) -> tuple[str, str]:
+    found = [result for result in check_pair(target, drafter) if result.name == name]
+    assert len(found) == 1, name
+    return found[0].status, found[0].detail
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return model(tmp_path / "target")
+
+
+def test_smaller_model_with_the_same_tokenizer_passes_every_test(target: Path, tmp_path: Path) -> None:
+    results = check_pair(target, model(tmp_path / "drafter", num_hidden_layers=1))
+    assert {result.name: result.status for result in results} == dict.fromkeys(
+        [
+            "target",
+            "target tokenizer",
+            "drafter",
+            "drafter tokenizer",
+            "tokenizers",
+            "special tokens",
+            "end of an answer",
+            "chat template",
+            "vocabulary",
+            "context",
+            "rotary positions",
+            "cost",
+            "memory",
+        ],
+        "pass",
+    )
+
+
+def test_padded_vocabularies_of_one_tokenizer_fit(target: Path, tmp_path: Path) -> None:
+    status, detail = outcome(target, model(tmp_path / "drafter", vocab_size=328), "vocabulary")
+    assert (status, detail) == ("pass", "320 and 328 rows for the 320 ids of the tokenizer")
+
+
+def test_ids_without_a_row_fail(target: Path, tmp_path: Path) -> None:
+    status, detail = outcome(target, model(tmp_path / "drafter", vocab_size=312), "vocabulary")
+    assert status == "fail"
+    assert "the drafter cannot read ids from 312 on" in detail
+
+
+def test_another_tokenizer_fails_with_the_first_id_that_differs(target: Path, tmp_path: Path) -> None:
+    other = byte_level(special=("<|end|>", "<|im_end|>", "<|im_start|>"))
+    status, detail = outcome(target, model(tmp_path / "drafter", other), "tokenizers")
+    assert status == "fail"
+    assert detail == "2 ids mean different tokens, the first is 1: `<|im_start|>` and `<|im_end|>`"
+
+
+@pytest.mark.parametrize(("who", "words"), [("target", "never drafted"), ("drafter", "are masked")])
+def test_ids_of_one_side_alone_are_a_warning(who: str, words: str, tmp_path: Path) -> None:
+    more = byte_level()
+    more.add_tokens([AddedToken("<more>", special=False)])
+    backends = {"target": byte_level(), "drafter": byte_level(), who: more}
+    folders = [model(tmp_path / name, backend, vocab_size=328) for name, backend in backends.items()]
+    status, detail = outcome(*folders, "tokenizers")
+    assert (status, words in detail) == ("warn", True)
+
+
+def test_differences_that_only_the_target_decides_are_warnings(target: Path, tmp_path: Path) -> None:
+    special = byte_level()
+    special.add_special_tokens(["the"])
+    names = {"eos_token": "<|end|>", "chat_template": "{{ messages }}"}
+    drafter = model(tmp_path / "drafter", special, names=names, eos_token_id=0)
+    assert outcome(target, drafter, "end of an answer") == (
+        "warn",
+        "the target stops at ids [2], the drafter at [0]; the target decides",
+    )
+    assert outcome(target, drafter, "chat template")[0] == "warn"
+    status, detail = outcome(target, drafter, "special tokens")
+    assert (status, "`the`" in detail) == ("warn", True)
+
+
+def test_shorter_context_and_deeper_drafter_are_warnings(target: Path, tmp_path: Path) -> None:
+    drafter = model(tmp_path / "drafter", max_position_embeddings=64, num_hidden_layers=3)
+    assert outcome(target, drafter, "context")[0] == "warn"
+    assert outcome(target, drafter, "cost")[0] == "warn"
+
+
+def test_model_too_large_for_this_machine_is_a_warning(tmp_path: Path) -> None:
+    huge = model(tmp_path / "target", hidden_size=2**20, num_attention_heads=2**13, head_dim=128)
+    status, detail = outcome(huge, model(tmp_path / "drafter"), "memory")
+    assert (status, "are needed" in detail) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "gemma2"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_unsupported_side_is_named_and_the_other_tests_still_run(
+    changes: dict[str, Any], words: str, target: Path, tmp_path: Path
+) -> None:
+    bad = model(tmp_path / "bad", **changes)
+    for pair, name in (((target, bad), "drafter"), ((bad, target), "target")):
+        status, detail = outcome(*pair, name)
+        assert (status, words in detail) == ("fail", True)
+        assert outcome(*pair, "tokenizers")[0] == "pass"
+
+
+def test_missing_tokenizer_fails(target: Path, tmp_path: Path) -> None:
+    drafter = model(tmp_path / "drafter")
+    (drafter / "tokenizer.json").unlink()
+    status, detail = outcome(target, drafter, "drafter tokenizer")
+    assert (status, "has no tokenizer" in detail) == ("fail", True)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_head_that_fits_passes_every_test(kind: str, target: Path, tmp_path: Path) -> None:
+    results = check_pair(target, head(tmp_path / "head", head_shapes(), kind=kind))
+    assert {result.status for result in results} == {"pass"}
+    assert "an EAGLE-2 head of 10 tensors" in [result.detail for result in results]
+    assert {"fc bias", "hidden size", "attention", "vocabulary", "rotary positions"} <= {
+        result.name for result in results
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "is_there", "status"),
+    [(True, True, "pass"), (None, True, "pass"), (None, False, "pass"), (False, True, "warn"), (True, False, "fail")],
+)
+def test_fc_bias_is_decided_by_the_file(
+    said: bool | None, is_there: bool, status: str, target: Path, tmp_path: Path
+) -> None:
+    shapes = head_shapes()
+    if not is_there:
+        del shapes["fc.bias"]
+    found, detail = outcome(target, head(tmp_path / "head", shapes, bias=said), "fc bias")
+    assert found == status
+    assert is_there == ("there is one" in detail)
+
+
+def test_head_of_another_hidden_size_fails(target: Path, tmp_path: Path) -> None:
+    status, detail = outcome(target, head(tmp_path / "head", head_shapes(32)), "hidden size")
+    assert status == "fail"
+    assert detail == "fc is 32 x 64, the target's hidden size 64: it takes 2 x 64 = 128 columns"
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "words"),
+    [
+        ({"layers.0.self_attn.q_proj.weight": None}, "tensors", "it lacks `layers.0.self_attn.q_proj.weight`"),
+        ({"norm.weight": (64,)}, "tensors", "unknown are `norm.weight`"),
+        ({"fc.weight": (64,)}, "tensors", "wrong number of dimensions: `fc.weight`"),
+        (
+            {"layers.0.self_attn.k_proj.weight": (64, 64)},
+            "attention",
+            "k_proj is 64 x 64, config.json makes it 32 x 64",
+        ),
+        ({"embed_tokens.weight": (300, 64)}, "vocabulary", "its embedding has 300 rows"),
+    ],
+)
+def test_head_with_other_tensors_fails(
+    changed: dict[str, Any], name: str, words: str, target: Path, tmp_path: Path
+) -> None:
+    shapes = {key: shape for key, shape in {**head_shapes(), **changed}.items() if shape}
+    status, detail = outcome(target, head(tmp_path / "head", shapes), name)
+    assert (status, words in detail) == ("fail", True)
+
+
+def eagle3_shapes() -> dict[str, tuple[int, ...]]:
+    shapes = {name.replace("layers.0.", "midlayer."): shape for name, shape in head_shapes().items()}
+    del shapes["fc.bias"]
+    for name, rows in (("q", 64), ("k", 32), ("v", 32)):
+        shapes[f"midlayer.self_attn.{name}_proj.weight"] = (rows, 128)
+    norms = ("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight", "norm.weight")
+    return {
+        **shapes,
+        **dict.fromkeys(norms, (64,)),
+        "fc.weight": (64, 192),
+        "lm_head.weight": (100, 64),
+        "d2t": (100,),
+        "t2d": (320,),
+    }
+
+
+def test_eagle3_head_with_a_trimmed_vocabulary_fits(target: Path, tmp_path: Path) -> None:
+    results = check_pair(target, head(tmp_path / "head", eagle3_shapes(), bias=None))
+    assert {result.status for result in results} == {"pass"}
+    assert "100 rows for the 320 ids of the tokenizer, named by `d2t`" in [result.detail for result in results]
+
+
+@pytest.mark.parametrize(("d2t", "words"), [(None, "no table `d2t`"), ((99,), "`d2t` has 99 entries")])
+def test_trimmed_vocabulary_without_its_table_fails(
+    d2t: tuple[int, ...] | None, words: str, target: Path, tmp_path: Path
+) -> None:
+    shapes = {key: shape for key, shape in {**eagle3_shapes(), "d2t": d2t}.items() if shape}
+    status, detail = outcome(target, head(tmp_path / "head", shapes, bias=None), "vocabulary")
+    assert (status, words in detail) == ("fail", True)
+
+
+def test_head_without_a_rotary_base_is_a_warning(target: Path, tmp_path: Path) -> None:
+    status, detail = outcome(target, head(tmp_path / "head", head_shapes(), rope_theta=None), "rotary positions")
+    assert (status, "10000" in detail) == ("warn", True)
+
+
+def test_head_that_would_run_code_is_refused(target: Path, tmp_path: Path) -> None:
+    folder = head(tmp_path / "head", head_shapes(), kind="bin")
+    torch.save({"fc.weight": torch.zeros(1), "call": Trap(tmp_path / "trapped")}, folder / "pytorch_model.bin")
+    status, detail = outcome(target, folder, "drafter")
+    assert status == "fail"
+    assert "pytorch_model.bin" in detail
+    assert not (tmp_path / "trapped").exists()
+
+
+class Trap:
+    """Unpickled by the plain pickle module, this creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
