@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from specq.errors import UsageError
 
-PipelineName = Literal["auto", "plain", "lookup", "sequence"]
+PipelineName = Literal["auto", "plain", "lookup", "sequence", "eagle2", "hierarchical"]
 """What `pipeline` may be; `auto` chooses among the others."""
 
 DEMO_TARGET = "specq:demo"
@@ -43,11 +43,32 @@ def _as_ref(value: Any) -> Any:
 Ref = Annotated[ModelRef, BeforeValidator(_as_ref)]
 
 
+class IntermediateSection(ModelRef):
+    """The small model between drafter and target, and the EAGLE head that drafts for it."""
+
+    drafter: Ref | None = None
+
+
+class DrafterSection(_Section):
+    """The target's EAGLE head, and the tree that a head drafts (for whichever model verifies it).
+
+    `nodes` are the rows the verifier runs, root included; `depth` is in levels.
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    nodes: int = Field(default=30, ge=2, le=64)
+    depth: int = Field(default=5, ge=1, le=32)
+    top_k: int = Field(default=10, ge=1, le=64)
+    noise_scale: float = Field(default=1.0, gt=0.0)
+
+
 class PipelineSection(_Section):
     """Which pipeline runs, and the length of what it drafts."""
 
     name: PipelineName = "auto"
     draft_length: int = Field(default=5, ge=1, le=MAX_DRAFT)
+    min_draft: int = Field(default=6, ge=1, le=MAX_DRAFT)
     max_ngram: int = Field(default=3, ge=1, le=16)
     min_ngram: int = Field(default=2, ge=1, le=16)
 
@@ -70,7 +91,8 @@ class Recipe(_Section):
     """Everything that decides what runs. Unknown keys are errors."""
 
     target: Ref
-    intermediate: Ref | None = None
+    intermediate: Annotated[IntermediateSection, BeforeValidator(_as_ref)] | None = None
+    drafter: Annotated[DrafterSection, BeforeValidator(_as_ref)] = Field(default_factory=DrafterSection)
     pipeline: Annotated[PipelineSection, BeforeValidator(_as_pipeline)] = Field(default_factory=PipelineSection)
     sampling: Sampling = Field(default_factory=Sampling)
     context: int | None = Field(default=None, ge=2)
@@ -200,7 +222,8 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The keys allowed where an unknown one was found."""
     sections: dict[str, type[BaseModel]] = {
         "target": ModelRef,
-        "intermediate": ModelRef,
+        "intermediate": IntermediateSection,
+        "drafter": DrafterSection,
         "pipeline": PipelineSection,
         "sampling": Sampling,
     }

@@ -9,7 +9,7 @@ from tiny_models import make_model
 
 from specq.models.causal_lm import CausalLM
 
-settings.register_profile("specq", deadline=None, max_examples=25)
+settings.register_profile("specq", deadline=None, max_examples=15)
 settings.load_profile("specq")
 
 
@@ -26,8 +26,4 @@ def target() -> CausalLM:
 @pytest.fixture(scope="session")
 def intermediates() -> dict[str, CausalLM]:
     """Drafters by how much they agree with the target."""
-    return {
-        "same": make_model(),
-        "close": make_model(noise=0.1),
-        "far": make_model(seed=7, num_hidden_layers=1),
-    }
+    return {"same": make_model(), "close": make_model(noise=0.05), "far": make_model(seed=7, num_hidden_layers=1)}

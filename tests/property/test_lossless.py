@@ -9,16 +9,18 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny_models import VOCAB, make_model
+from tiny_models import VOCAB, make_head, make_model
 
 from specq.models.causal_lm import CausalLM
-from specq.recipe import PipelineName, PipelineSection
+from specq.models.eagle import EagleHead
+from specq.recipe import PipelineName, Recipe
 from specq.spec import verifier as verifier_module
-from specq.spec.drafters import NoDrafter
-from specq.spec.pipelines import PIPELINES, Parts, Seat
+from specq.spec.drafters import NoDrafter, SequenceDrafter
+from specq.spec.eagle_tree import EagleTree
+from specq.spec.pipelines import PIPELINES, HeadSeat, Parts, Seat
 from specq.spec.sampling import Sampler
 from specq.spec.speculator import Speculator, StopRule, generate
-from specq.spec.tree import MAX_NODES, DraftTree
+from specq.spec.tree import MAX_NODES, DraftTree, chain
 from specq.spec.verifier import Verifier
 
 CONTEXT = 160
@@ -33,16 +35,45 @@ samplers = st.builds(
     seed=st.integers(0, 2**40),
     vocab=st.sampled_from([None, VOCAB - 3]),
 )
-sections = st.builds(PipelineSection, draft_length=st.integers(1, 56))
 kinds = st.sampled_from(["same", "close", "far"])
 
 
-def seat(model: CausalLM) -> Seat:
-    return Seat(model, model.new_cache(CONTEXT + MAX_NODES))
+def make_recipe(*, draft_length: int = 5, nodes: int = 20, depth: int = 3, top_k: int = 4) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "target": "tiny",
+            "pipeline": {"draft_length": draft_length, "min_draft": draft_length},
+            "drafter": {"nodes": nodes, "depth": depth, "top_k": top_k},
+        }
+    )
 
 
-def make_parts(target: CausalLM, intermediate: CausalLM) -> Parts:
-    return Parts(target=seat(target), intermediate=seat(intermediate))
+recipes = st.builds(
+    make_recipe,
+    draft_length=st.integers(1, 12) | st.just(56),
+    nodes=st.integers(2, 64),
+    depth=st.integers(1, 6),
+    top_k=st.integers(1, 6),
+)
+
+
+def seat(model: CausalLM, *, limit: int = CONTEXT, head: EagleHead | None = None) -> Seat:
+    return Seat(model, model.new_cache(limit + MAX_NODES, features=head.spec.features if head else None))
+
+
+def head_seat(head: EagleHead, *, limit: int = CONTEXT) -> HeadSeat:
+    return HeadSeat(head, head.new_cache(limit + MAX_NODES + 36))
+
+
+def make_parts(target: CausalLM, intermediate: CausalLM, *, limit: int = CONTEXT) -> Parts:
+    """Every part: an EAGLE-2 head for the target, a trimmed EAGLE-3 head for the intermediate."""
+    head, inner = make_head(target), make_head(intermediate, eagle3=True, trimmed=VOCAB - 8)
+    return Parts(
+        target=seat(target, head=head, limit=limit),
+        intermediate=seat(intermediate, head=inner, limit=limit),
+        target_head=head_seat(head, limit=limit),
+        intermediate_head=head_seat(inner, limit=limit),
+    )
 
 
 def decode(
@@ -66,6 +97,25 @@ def assert_cache_holds(speculator: Speculator, context: Sequence[int]) -> None:
             fresh.prefill(list(context[: cache.length]))
             torch.testing.assert_close(cache.k[:, :, : cache.length], fresh.cache.k[:, :, : cache.length])
             torch.testing.assert_close(cache.v[:, :, : cache.length], fresh.cache.v[:, :, : cache.length])
+        if isinstance(level.drafter, EagleTree):
+            assert_head_holds(level.drafter, context)
+
+
+def assert_head_holds(drafter: EagleTree, context: Sequence[int]) -> None:
+    """The head's rows are those of true features of the context, one fewer than the tokens kept."""
+    head, cache, model = drafter.head, drafter.cache, drafter.verifier.model
+    n = cache.length
+    assert n < len(context)
+    if n == 0:
+        return
+    fresh = Verifier(model, model.new_cache(CONTEXT + MAX_NODES, features=head.spec.features), Sampler())
+    fresh.prefill(list(context[:n]))
+    rows = head.new_cache(CONTEXT)
+    assert fresh.cache.features is not None
+    with torch.inference_mode():
+        head(chain(context[1 : n + 1]), head.enter(fresh.cache.features[:n]), rows)
+    torch.testing.assert_close(cache.k[:, :, :n], rows.k[:, :, :n])
+    torch.testing.assert_close(cache.v[:, :, :n], rows.v[:, :, :n])
 
 
 class OracleTree(NoDrafter):
@@ -99,19 +149,19 @@ def test_every_pipeline_a_recipe_names_is_registered() -> None:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-@given(prompt=prompts, sampler=samplers, section=sections, kind=kinds, count=st.integers(1, 40))
+@given(prompt=prompts, sampler=samplers, recipe=recipes, kind=kinds, count=st.integers(1, 40))
 def test_text_equals_plain_decoding(
     name: str,
     target: CausalLM,
     intermediates: dict[str, CausalLM],
     prompt: list[int],
     sampler: Sampler,
-    section: PipelineSection,
+    recipe: Recipe,
     kind: str,
     count: int,
 ) -> None:
     parts = make_parts(target, intermediates[kind])
-    speculator = PIPELINES[name].build(parts, sampler, section)
+    speculator = PIPELINES[name].build(parts, sampler, recipe)
     assert decode(speculator, prompt, count) == plain_text(target, sampler, prompt, count)
 
 
@@ -128,26 +178,26 @@ def test_text_equals_plain_decoding_under_any_tree(
 
 @given(prompt=prompts, sampler=samplers, seed=st.integers(0, 10**6))
 def test_sliding_window_text_equals_plain_decoding(prompt: list[int], sampler: Sampler, seed: int) -> None:
-    target = make_model(seed=3, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16)
+    target = make_model(seed=3, family="mistral", sliding_window=16)
     truth = prompt + plain_text(target, sampler, prompt, 48)
     speculator = Speculator(OracleTree(truth, seed=seed), seat(target).verifier(sampler))
     assert prompt + decode(speculator, prompt, 48) == truth
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-@given(prompt=prompts, sampler=samplers, section=sections, kind=kinds, data=st.data())
+@given(prompt=prompts, sampler=samplers, recipe=recipes, kind=kinds, data=st.data())
 def test_a_drafter_has_no_history(
     name: str,
     target: CausalLM,
     intermediates: dict[str, CausalLM],
     prompt: list[int],
     sampler: Sampler,
-    section: PipelineSection,
+    recipe: Recipe,
     kind: str,
     data: st.DataObject,
 ) -> None:
     parts = make_parts(target, intermediates[kind])
-    speculator = PIPELINES[name].build(parts, sampler, section)
+    speculator = PIPELINES[name].build(parts, sampler, recipe)
     rule = StopRule(start=len(prompt), stop_ids=frozenset(), max_new_tokens=40, context_limit=CONTEXT)
     context = list(prompt)
     stream = generate(speculator, context, rule)
@@ -155,16 +205,20 @@ def test_a_drafter_has_no_history(
         next(stream, None)
     stream.close()
     assert_cache_holds(speculator, context)
-    fresh = PIPELINES[name].build(make_parts(target, intermediates[kind]), sampler, section)
+    fresh = PIPELINES[name].build(make_parts(target, intermediates[kind]), sampler, recipe)
+    for old, level in zip(speculator.levels(), fresh.levels(), strict=True):
+        if length := old.verifier.cache.length:
+            level.verifier.prefill(context[:length])
     used, new = (s.drafter.propose(context, max_nodes=60, max_depth=20).tokens.tolist() for s in (speculator, fresh))
     # A SequenceDrafter may overshoot by a block, so only the length it owes is compared.
-    assert used[: section.draft_length] == new[: section.draft_length]
+    owed = recipe.pipeline.draft_length if isinstance(fresh.drafter, SequenceDrafter) else len(new)
+    assert used[:owed] == new[:owed]
 
 
 @given(prompt=prompts, sampler=samplers, length=st.integers(1, 12))
 def test_a_self_draft_is_accepted_whole(target: CausalLM, prompt: list[int], sampler: Sampler, length: int) -> None:
     parts = make_parts(target, target)
-    speculator = PIPELINES["sequence"].build(parts, sampler, PipelineSection(draft_length=length))
+    speculator = PIPELINES["sequence"].build(parts, sampler, make_recipe(draft_length=length))
     decode(speculator, prompt, 40)
     rounds = [r for r in speculator.rounds if not r.is_prefill]
     assert all(r.decided == r.drafted + 1 for r in rounds)
@@ -186,7 +240,7 @@ def test_decoding_ends_at_a_stop_id_wherever_it_falls_in_a_block(
     text = plain_text(target, sampler, prompt, 20)
     assume(text[at] not in text[:at])
     parts = make_parts(target, intermediates[kind])
-    speculator = PIPELINES[name].build(parts, sampler, PipelineSection(draft_length=length))
+    speculator = PIPELINES[name].build(parts, sampler, make_recipe(draft_length=length))
     assert decode(speculator, prompt, 20, stop_ids=frozenset({text[at]})) == text[: at + 1]
 
 
@@ -203,7 +257,7 @@ def test_closing_at_any_token_leaves_caches_that_go_on_as_if_nothing_happened(
 ) -> None:
     sampler = Sampler(temperature=0.8, seed=9)
     parts = make_parts(target, intermediates[kind])
-    speculator = PIPELINES[name].build(parts, sampler, PipelineSection(draft_length=length))
+    speculator = PIPELINES[name].build(parts, sampler, make_recipe(draft_length=length))
     context = list(prompt)
 
     def rule() -> StopRule:
@@ -219,31 +273,29 @@ def test_closing_at_any_token_leaves_caches_that_go_on_as_if_nothing_happened(
     assert context[len(prompt) :] == plain_text(target, sampler, prompt, 40)
 
 
-def limited(model: CausalLM, limit: int) -> Seat:
-    return Seat(model, model.new_cache(limit + MAX_NODES))
-
-
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_context_limit_is_exact_and_nothing_is_drafted_past_it(
     name: str, target: CausalLM, intermediates: dict[str, CausalLM]
 ) -> None:
     prompt = [i % 5 for i in range(61)]
     sampler = Sampler()
-    parts = Parts(target=limited(target, 64), intermediate=limited(intermediates["same"], 64))
-    speculator = PIPELINES[name].build(parts, sampler, PipelineSection(draft_length=8))
+    parts = make_parts(target, intermediates["same"], limit=64)
+    speculator = PIPELINES[name].build(parts, sampler, make_recipe(draft_length=8))
     rule = StopRule(start=61, stop_ids=frozenset(), context_limit=64)
     context = list(prompt)
     out = list(generate(speculator, context, rule))
     assert out == plain_text(target, sampler, prompt, 3)
     assert rule.reason == "length"
-    assert all(r.drafted <= 1 for r in speculator.rounds)
+    # One token is the prefill's; of the two that are left one is decided without a draft.
+    assert all(r.decided <= 2 for r in speculator.rounds)
+    assert sum(r.drafted > 0 for r in speculator.rounds) <= 1
 
 
 def test_a_drafter_with_a_shorter_context_stops_drafting_and_the_text_goes_on(
     target: CausalLM, intermediates: dict[str, CausalLM]
 ) -> None:
-    parts = Parts(target=seat(target), intermediate=limited(intermediates["same"], 30))
-    speculator = PIPELINES["sequence"].build(parts, Sampler(), PipelineSection(draft_length=4))
+    parts = Parts(target=seat(target), intermediate=seat(intermediates["same"], limit=30))
+    speculator = PIPELINES["sequence"].build(parts, Sampler(), make_recipe(draft_length=4))
     assert decode(speculator, [1, 2, 3], 60) == plain_text(target, Sampler(), [1, 2, 3], 60)
     assert speculator.rounds[-1].drafted == 0
 
@@ -255,7 +307,7 @@ def test_long_prompts_run_in_chunks_of_fixed_cuts(
     prompt = [(7 * i) % VOCAB for i in range(100)]
     expected = plain_text(target, Sampler(), prompt, 20)
     monkeypatch.setattr(verifier_module, "PREFILL_CHUNK", 16)
-    speculator = PIPELINES[name].build(make_parts(target, intermediates["close"]), Sampler(), PipelineSection())
+    speculator = PIPELINES[name].build(make_parts(target, intermediates["close"]), Sampler(), make_recipe())
     assert decode(speculator, prompt, 20) == expected
     assert [r.decided for r in speculator.rounds if r.is_prefill] == [1]
 

@@ -63,9 +63,9 @@ class EagleHead(nn.Module):
         output: nn.Module | None = None,
         target_ids: Tensor | None = None,
     ) -> None:
-        """`norms` (embedding, feature, output) and `output` are an EAGLE-3 head's own.
+        """`norms` (embedding, feature, output) are an EAGLE-3 head's own; `output` replaces the target's output head.
 
-        `target_ids` int64 [vocab] are the target's ids of a trimmed vocabulary; without it they are the same.
+        `target_ids` int64 [vocab] are the target's ids of a trimmed `output`; without it they are the same.
         """
         super().__init__()
         self.spec = spec
@@ -125,13 +125,19 @@ class EagleHead(nn.Module):
         return out
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [rows, vocab] over the head's own ids of predicted states [rows, hidden]; fp32 (fp64 from fp64)."""
+        """Logits [rows, target's vocab] of predicted states [rows, hidden]; -inf outside a trimmed vocabulary.
+
+        fp32, fp64 from a fp64 target.
+        """
+        if "output" in self.norms:
+            states = F.rms_norm(states, states.shape[-1:], self.norms["output"], self.spec.norm_eps)
         if self.output is None:
-            logits = self.target.logits(states)
-            return logits if self.target_ids is None else logits[:, self.target_ids]
-        normed = F.rms_norm(states, states.shape[-1:], self.norms["output"], self.spec.norm_eps)
-        out: Tensor = self.output(normed)
-        return out.to(torch.promote_types(out.dtype, torch.float32))
+            return self.target.logits(states)
+        own: Tensor = self.output(states)
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        if self.target_ids is None:
+            return own
+        return own.new_full((own.shape[0], self.target.spec.vocab), -torch.inf).index_copy_(1, self.target_ids, own)
 
     def _layer_input(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """(residual stream, what attention reads) before the layer."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM
-from specq.recipe import PipelineSection
+from specq.models.eagle import EagleHead
+from specq.recipe import Recipe
 from specq.spec.drafters import NoDrafter, PromptLookup, SequenceDrafter
+from specq.spec.eagle_tree import EagleTree, TreeShape
 from specq.spec.sampling import Sampler
 from specq.spec.speculator import Speculator
 from specq.spec.verifier import Verifier
@@ -27,29 +30,39 @@ class Seat:
 
 
 @dataclass(frozen=True)
+class HeadSeat:
+    """An EAGLE head and the cache of its rows."""
+
+    head: EagleHead
+    cache: KVCache
+
+
+@dataclass(frozen=True)
 class Parts:
     """The models a pipeline may be built from; what is not at hand is None."""
 
     target: Seat
     intermediate: Seat | None = None
-
-    def seats(self) -> Iterator[Seat]:
-        """Those at hand, the target first."""
-        yield self.target
-        if self.intermediate is not None:
-            yield self.intermediate
+    target_head: HeadSeat | None = None
+    intermediate_head: HeadSeat | None = None
 
     def rollback(self, n: int) -> None:
-        """Truncate every cache to the first `n` tokens."""
-        for seat in self.seats():
-            seat.cache.truncate(min(seat.cache.length, n))
+        """Truncate every cache to the first `n` tokens; a head's rows are one fewer."""
+        for seat, rows in (
+            (self.target, n),
+            (self.intermediate, n),
+            (self.target_head, max(n - 1, 0)),
+            (self.intermediate_head, max(n - 1, 0)),
+        ):
+            if seat is not None:
+                seat.cache.truncate(min(seat.cache.length, rows))
 
 
 @dataclass(frozen=True)
 class PipelineKind:
     """How a pipeline is built, the parts it cannot do without, and one line on what it does."""
 
-    build: Callable[[Parts, Sampler, PipelineSection], Speculator]
+    build: Callable[[Parts, Sampler, Recipe], Speculator]
     needs: tuple[str, ...]
     summary: str
 
@@ -59,26 +72,65 @@ class PipelineKind:
         return f"needs {' and '.join(_PART_NAMES[name] for name in lacking)}" if lacking else None
 
 
-_PART_NAMES = {"intermediate": "an intermediate model with the target's tokenizer (--intermediate MODEL)"}
+_PART_NAMES = {
+    "intermediate": "an intermediate model with the target's tokenizer (--intermediate MODEL)",
+    "target_head": "an EAGLE head of the target (--drafter HEAD)",
+    "intermediate_head": "an EAGLE head of the intermediate model (--set intermediate.drafter=HEAD)",
+}
 
 
-def _plain(parts: Parts, sampler: Sampler, section: PipelineSection) -> Speculator:
+def tree_shape(recipe: Recipe) -> TreeShape:
+    """The tree a recipe asks its EAGLE head for."""
+    drafter = recipe.drafter
+    return TreeShape(drafter.nodes, drafter.depth, drafter.top_k, drafter.noise_scale)
+
+
+def _plain(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
     return Speculator(NoDrafter(), parts.target.verifier(sampler))
 
 
-def _lookup(parts: Parts, sampler: Sampler, section: PipelineSection) -> Speculator:
+def _lookup(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
+    section = recipe.pipeline
     drafter = PromptLookup(draft_length=section.draft_length, max_ngram=section.max_ngram, min_ngram=section.min_ngram)
     return Speculator(drafter, parts.target.verifier(sampler))
 
 
-def _sequence(parts: Parts, sampler: Sampler, section: PipelineSection) -> Speculator:
-    assert parts.intermediate is not None  # `missing` was asked before
-    inner = Speculator(NoDrafter(), parts.intermediate.verifier(sampler))
-    return Speculator(SequenceDrafter(inner, at_least=section.draft_length), parts.target.verifier(sampler))
+def _sequence(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
+    inner = Speculator(NoDrafter(), _present(parts.intermediate).verifier(sampler))
+    drafter = SequenceDrafter(inner, at_least=recipe.pipeline.draft_length)
+    return Speculator(drafter, parts.target.verifier(sampler))
+
+
+def _eagle2(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
+    return _tree_speculator(_present(parts.target_head), parts.target, sampler, recipe)
+
+
+def _hierarchical(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
+    """The head's tree is verified by the intermediate; what comes of it is one sequence for the target."""
+    inner = _tree_speculator(_present(parts.intermediate_head), _present(parts.intermediate), sampler, recipe)
+    return Speculator(SequenceDrafter(inner, at_least=recipe.pipeline.min_draft), parts.target.verifier(sampler))
+
+
+def _tree_speculator(head: HeadSeat, seat: Seat, sampler: Sampler, recipe: Recipe) -> Speculator:
+    verifier = seat.verifier(sampler)
+    return Speculator(EagleTree(head.head, head.cache, verifier, tree_shape(recipe)), verifier)
+
+
+_Part = TypeVar("_Part")
+
+
+def _present(part: _Part | None) -> _Part:
+    """The part, which `missing` was asked about before."""
+    assert part is not None
+    return part
 
 
 PIPELINES: dict[str, PipelineKind] = {
     "plain": PipelineKind(_plain, (), "the target alone, token by token"),
     "lookup": PipelineKind(_lookup, (), "drafts what followed the same words earlier in the context"),
     "sequence": PipelineKind(_sequence, ("intermediate",), "a small model drafts a sequence"),
+    "eagle2": PipelineKind(_eagle2, ("target_head",), "an EAGLE head drafts a tree"),
+    "hierarchical": PipelineKind(
+        _hierarchical, ("intermediate", "intermediate_head"), "a small model turns an EAGLE tree into a sequence"
+    ),
 }

@@ -52,16 +52,42 @@ class Sampler:
 
     def __call__(self, logits: Tensor, positions: Tensor, seen: Seen | None = None) -> Tensor:
         """int64 [rows]: the token at each absolute position. `logits` [rows, vocab], `positions` int64 [rows]."""
+        logits = self._processed(logits, seen)
+        if self.temperature == 0.0:
+            return logits.argmax(-1)
+        scores, ids = self._noisy(logits, positions)
+        return ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
+
+    def guesses(
+        self, logits: Tensor, positions: Tensor, seen: Seen | None = None, *, count: int, noise_scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(log-scores fp32, ids int64), [rows, count] each, best first: what a drafter expects this sampler to choose.
+
+        At temperature 0 the log-probabilities. Above it the noise that the choice will be made with is in the score:
+        log-softmax of (filtered logits / T + noise) / `noise_scale`; what a filter removes has score -inf. Logits may
+        be -inf where the drafter has no token.
+        """
+        logits = self._processed(logits, seen)
+        if self.temperature == 0.0:
+            scores, ids = logits, None
+        else:
+            scores, ids = self._noisy(logits, positions)
+            scores = scores / noise_scale
+        best, columns = scores.float().log_softmax(-1).topk(min(count, scores.shape[1]), dim=-1)
+        return best, columns if ids is None else ids.gather(1, columns)
+
+    def _processed(self, logits: Tensor, seen: Seen | None) -> Tensor:
+        """Logits of the ids a tokenizer means, after the penalty."""
         if self.needs_seen:
             if seen is None:
                 raise ValueError("seen: a repetition penalty needs the prefix")
             logits = penalize(logits, seen, self.repetition_penalty)
-        logits = logits[:, : self.vocab]
-        if self.temperature == 0.0:
-            return logits.argmax(-1)
+        return logits[:, : self.vocab]
+
+    def _noisy(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(scores, ids) [rows, candidates]: filtered logits / T plus the noise of each id at its position."""
         scores, ids = self._candidates(logits / self.temperature)
-        scores = scores + gumbel_noise(self.seed, positions[:, None], ids).to(scores.dtype)
-        return ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
+        return scores + gumbel_noise(self.seed, positions[:, None], ids).to(scores.dtype), ids
 
     def _candidates(self, scaled: Tensor) -> tuple[Tensor, Tensor]:
         """(scores, ids), [rows, candidates] each, best first; what a filter removes is -inf."""

@@ -148,7 +148,7 @@ class Pipeline:
             raise UsageError(f"max_new_tokens is `{max_new_tokens}`", hint="give at least 1")
         sampler = self.sampler(sampling)
         reused = self._reuse(ids)
-        speculator = PIPELINES[self.name].build(self.parts, sampler, self.recipe.pipeline)
+        speculator = PIPELINES[self.name].build(self.parts, sampler, self.recipe)
         reader = TextStream(self.tokenizer, skip_special=skip_special)
         rule = StopRule(
             start=len(ids),
