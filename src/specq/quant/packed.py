@@ -18,7 +18,7 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def unpack_nibbles(words: Tensor) -> Tensor:
     """uint8 values [..., 8 W] of int32 words [..., W], lowest nibble first."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = words.flatten().view(torch.uint8).view(*words.shape, 4).flatten(-2)
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
@@ -27,7 +27,9 @@ def pack_nibbles(values: Tensor) -> Tensor:
     if values.shape[-1] % 8:
         raise ValueError(f"the last dimension must be a multiple of 8, got {values.shape[-1]}")
     octets = values.to(torch.uint8)
-    return (octets[..., 0::2] | (octets[..., 1::2] << 4)).contiguous().view(torch.int32)
+    pairs = octets[..., 0::2] | (octets[..., 1::2] << 4)
+    # Flat, because a dimension of size 1 may keep a stride that no wider type can have.
+    return pairs.flatten().view(torch.int32).view(*pairs.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
