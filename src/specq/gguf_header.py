@@ -33,9 +33,11 @@ OWN_TYPES = {
 
 @dataclass(frozen=True)
 class GgufArray:
-    """An array in the metadata, by its length alone."""
+    """An array in the metadata, by its length and place; `read_array` reads its entries."""
 
     count: int
+    kind: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ def read_header(path: Path) -> GgufHeader:
     if header.metadata.get("split.count", 1) > 1:
         raise UnsupportedError(f"`{path}` is one part of several", hint="merge them with llama.cpp's gguf-split")
     return header
+
+
+def read_array(path: Path, array: GgufArray) -> list[Any]:
+    """The entries of an array in the header of the same file."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Walker(data).entries(array)
 
 
 class _Walker:
@@ -127,12 +135,19 @@ class _Walker:
         kind, count = self._unpack("IQ")
         if count > self._size:
             raise ValueError(f"an array of {count} entries is longer than the file")
+        array = GgufArray(count, kind, self._position)
         if kind != STRING:
             self._skip(count * struct.calcsize(_scalar(kind)))
-            return GgufArray(count)
+            return array
         for _ in range(count):
             self._skip(self._unpack("Q")[0])
-        return GgufArray(count)
+        return array
+
+    def entries(self, array: GgufArray) -> list[Any]:
+        self._position = array.offset
+        if array.kind == STRING:
+            return [self._text() for _ in range(array.count)]
+        return list(self._unpack(f"{array.count}{_scalar(array.kind)}"))
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{form}", self._data, self._position)

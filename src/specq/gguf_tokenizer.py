@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from specq.errors import UnsupportedError, UsageError
+from specq.gguf_header import GgufArray, read_array, read_header
 
 # Kinds of tokens, as the GGUF specification numbers them.
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
-ARRAY, STRING = 9, 8
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -45,15 +41,16 @@ PRE_TOKENIZERS = {
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The key-value pairs of a GGUF file, arrays as lists; the tensors are not touched.
+    """What a GGUF file says of its tokenizer: the keys that start with `tokenizer.`, arrays as lists.
 
     Raises: UsageError for a file that is no GGUF, is cut short or damaged.
     """
-    try:
-        with open(path, "rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).pairs()
-    except (struct.error, ValueError, UnicodeDecodeError) as error:
-        raise UsageError(f"`{path}` is not a whole GGUF file: {error}", hint="download it again") from error
+    metadata = read_header(path).metadata
+    return {
+        key: read_array(path, value) if isinstance(value, GgufArray) else value
+        for key, value in metadata.items()
+        if key.startswith("tokenizer.")
+    }
 
 
 def gguf_file(path: Path) -> Path:
@@ -77,8 +74,7 @@ def convert(path: Path) -> Path:
     from specq import hub
 
     metadata = read_metadata(gguf_file(path))
-    relevant = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
-    digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
     target = hub.cache_dir() / "tokenizers" / f"gguf-{digest[:32]}"
     return hub.build_folder(target, lambda empty: write_tokenizer(metadata, empty))
 
@@ -122,12 +118,8 @@ def build_tokenizer(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(cut)
     backend.decoder = decoders.ByteLevel()
-    added = [
-        (token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)
-    ]
-    backend.add_tokens(
-        [AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added]
-    )
+    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+    backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     # llama.cpp adds BOS to the Llama 3 kind also where the file does not say so
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", cut == "llama3"):
@@ -161,58 +153,3 @@ def _pre_tokenizer(cut: str) -> pre_tokenizers.PreTokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     return pre_tokenizers.Sequence(parts)
-
-
-class _Reader:
-    """Walks the header of a GGUF file; every length is checked against the file before it is believed."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._position = 0
-
-    def pairs(self) -> dict[str, Any]:
-        if self._data[:4] != b"GGUF":
-            raise ValueError("it does not start with `GGUF`")
-        self._position = 4
-        (version,) = self._unpack("I")
-        if version not in (2, 3):
-            raise ValueError(f"version {version} is not 2 or 3")
-        _, count = self._unpack("QQ")
-        found: dict[str, Any] = {}
-        for _ in range(count):
-            key = self._string()
-            (kind,) = self._unpack("I")
-            found[key] = self._value(kind)
-        return found
-
-    def _value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self._string()
-        if kind != ARRAY:
-            return self._unpack(_scalar(kind))[0]
-        kind, count = self._unpack("IQ")
-        if count > len(self._data):
-            raise ValueError(f"an array of {count} entries is longer than the file")
-        if kind == STRING:
-            return [self._string() for _ in range(count)]
-        return list(self._unpack(f"{count}{_scalar(kind)}"))
-
-    def _unpack(self, form: str) -> Sequence[Any]:
-        values = struct.unpack_from(f"<{form}", self._data, self._position)
-        self._position += struct.calcsize(f"<{form}")
-        return values
-
-    def _string(self) -> str:
-        (length,) = self._unpack("Q")
-        end = self._position + length
-        if end > len(self._data):
-            raise ValueError("a string runs past the end")
-        text = self._data[self._position : end].decode("utf-8", errors="replace")
-        self._position = end
-        return text
-
-
-def _scalar(kind: int) -> str:
-    if kind not in SCALARS:
-        raise ValueError(f"a value of kind {kind} is unknown")
-    return SCALARS[kind]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 TEXT = [
@@ -117,7 +118,7 @@ def _merges(backend: Any) -> list[str]:
 
 
 def write_gguf(folder: Path, content: dict[str, Any]) -> Path:
-    """Writes model.gguf with these keys and no tensors."""
+    """Writes model.gguf with these keys, and an embedding of width 64 as its only tensor."""
     writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
     for key, value in content.items():
         add = {
@@ -128,7 +129,9 @@ def write_gguf(folder: Path, content: dict[str, Any]) -> Path:
             float: writer.add_float32,
         }
         add[type(value)](key, value)
+    writer.add_tensor("token_embd.weight", np.zeros((len(content["tokenizer.ggml.tokens"]), 64), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return folder / "model.gguf"
