@@ -14,7 +14,8 @@ from torch import Tensor
 
 from specq.checkpoint import ModelSpec
 from specq.models.causal_lm import CausalLM
-from specq.models.loader import build_model, expected_tensors
+from specq.models.inventory import expected_tensors
+from specq.models.loader import build_model
 
 VOCAB = 320
 BOS, IM_START, IM_END, END_OF_TEXT = 288, 289, 290, 291
@@ -96,6 +97,9 @@ class WeightsInMemory:
 
     def linear(self, prefix: str) -> Tensor:
         return self._weights[f"{prefix}.weight"]
+
+    def is_packed(self, prefix: str) -> bool:
+        return False
 
     def bytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights.values())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -18,52 +17,20 @@ from typing import Any
 
 from specq.errors import DiskFullError, UnsupportedError, UsageError
 from specq.families import FAMILIES, Family, supported_families
+from specq.quant_spec import FORMATS_HINT, QuantSpec
+from specq.rope_spec import RopeSpec
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+__all__ = [
+    "FORMATS_HINT",
+    "ModelSpec",
+    "QuantSpec",
+    "RopeSpec",
+    "read_config",
+    "read_generation_config",
+    "write_atomically",
+]
+
 DTYPES = ("float32", "float16", "bfloat16")
-FORMATS_HINT = (
-    "specq reads 4-bit GPTQ (v1, v2), AWQ (gemm), compressed-tensors (pack-quantized) and GGUF, or 16-bit weights"
-)
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary positions: the kind, its base, and every other number the kind needs, already resolved."""
-
-    kind: str
-    theta: float
-    params: tuple[tuple[str, float], ...] = ()
-
-    def __getitem__(self, name: str) -> float:
-        return dict(self.params)[name]
-
-
-@dataclass(frozen=True)
-class QuantSpec:
-    """How a checkpoint's 4-bit matrices are stored; `group_size` is -1 for one scale a row."""
-
-    method: str
-    bits: int
-    group_size: int
-    symmetric: bool
-    desc_act: bool
-    checkpoint_format: str
-    skip: tuple[str, ...] = ()
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> QuantSpec:
-        """The storage named by a `quantization_config`.
-
-        Raises UnsupportedError for a method, width or variant without a reader.
-        """
-        method = str(config.get("quant_method", ""))
-        readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "gguf": _gguf}
-        if method not in readers:
-            raise UnsupportedError(f"weights quantized by `{method}` are not read", hint=FORMATS_HINT)
-        spec = readers[method](config)
-        if spec.bits != 4:
-            raise UnsupportedError(f"{spec.bits}-bit `{method}` weights are not read", hint=FORMATS_HINT)
-        return spec
 
 
 @dataclass(frozen=True)
@@ -109,11 +76,14 @@ class ModelSpec:
         kv_heads = heads if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
         head_dim = hidden // heads if keys.get("head_dim") is None else keys.count("head_dim")
         if heads % kv_heads:
-            raise UnsupportedError(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+            raise UnsupportedError(
+                f"{heads} attention heads cannot share {kv_heads} key-value heads evenly",
+                hint="take the config.json of the model's own repository",
+            )
         if head_dim % 2:
             raise UnsupportedError(f"a head_dim of {head_dim} cannot be rotated", hint="it has to be even")
         max_positions = int(keys.get("max_sequence_length") or keys.count("max_position_embeddings"))
-        rope = _rope(config, max_positions)
+        rope = RopeSpec.from_config(config, max_positions=max_positions)
         if rope.kind == "yarn":
             max_positions = max(max_positions, int(rope["factor"] * rope["original_max_position_embeddings"]))
         quantization = config.get("quantization_config")
@@ -237,65 +207,6 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"partial_rotary_factor `{rotary}` is not run", hint="only whole heads are rotated")
 
 
-def _rope(config: Mapping[str, Any], max_positions: int) -> RopeSpec:
-    """Source: transformers' modeling_rope_utils, both spellings (`rope_scaling`, `rope_parameters`)."""
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    by_layer = [value for value in given.values() if isinstance(value, Mapping)]
-    if by_layer:
-        if any(value != by_layer[0] for value in by_layer):
-            raise UnsupportedError("rotary positions that differ by layer are not run", hint=supported_families())
-        given = dict(by_layer[0])
-    kind = str(given.get("rope_type", given.get("type", "default")))
-    if kind not in ROPE_KINDS:
-        raise UnsupportedError(
-            f"rotary positions of type `{kind}` are not run",
-            hint=f"the types run are {', '.join(ROPE_KINDS)}",
-        )
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    numbers: dict[str, float] = {}
-    if kind == "linear":
-        numbers = {"factor": _number(given, "factor")}
-    elif kind == "llama3":
-        numbers = {key: _number(given, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        numbers["original_max_position_embeddings"] = float(original or max_positions)
-    elif kind == "yarn":
-        numbers = _yarn(given, float(original or max_positions), max_positions)
-    return RopeSpec(kind, theta, tuple(sorted(numbers.items())))
-
-
-def _yarn(given: Mapping[str, Any], original: float, max_positions: int) -> dict[str, float]:
-    """Every number of YaRN, with the attention factor worked out. Source: arXiv 2309.00071, section 3.4."""
-    factor = max_positions / original if given.get("factor") is None else _number(given, "factor")
-
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    attention_factor = given.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = magnitude(1.0)
-        if given.get("mscale") and given.get("mscale_all_dim"):
-            attention_factor = magnitude(given["mscale"]) / magnitude(given["mscale_all_dim"])
-    return {
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "attention_factor": float(attention_factor),
-        "beta_fast": float(given.get("beta_fast") or 32),
-        "beta_slow": float(given.get("beta_slow") or 1),
-        "truncate": float(given.get("truncate", True)),
-    }
-
-
-def _number(given: Mapping[str, Any], key: str) -> float:
-    value = given.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise UsageError(
-            f"`{key}` of the rotary positions in config.json is `{value}`",
-            hint="it has to be a number above 0",
-        )
-    return float(value)
-
-
 def _sliding_windows(keys: _Keys, family: Family, layers: int) -> tuple[int | None, ...]:
     """The number of last positions each layer sees, None for all."""
     window = keys.get("sliding_window")
@@ -334,71 +245,6 @@ def _ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(int(token) for token in value) if isinstance(value, list | tuple) else (int(value),)
-
-
-def _gptq(config: Mapping[str, Any]) -> QuantSpec:
-    stored = str(config.get("checkpoint_format") or config.get("format") or "gptq")
-    if stored not in ("gptq", "gptq_v2"):
-        raise UnsupportedError(f"GPTQ weights stored as `{stored}` are not read", hint=FORMATS_HINT)
-    overrides = [key for key in config.get("dynamic") or () if not key.startswith("-:")]
-    if overrides:
-        raise UnsupportedError(f"GPTQ settings that differ by layer (`{overrides[0]}`) are not read")
-    return QuantSpec(
-        method="gptq",
-        bits=int(config.get("bits", 4)),
-        group_size=int(config.get("group_size", 128)),
-        symmetric=bool(config.get("sym", True)),
-        desc_act=bool(config.get("desc_act", False)),
-        checkpoint_format=stored,
-    )
-
-
-def _awq(config: Mapping[str, Any]) -> QuantSpec:
-    stored = str(config.get("version") or config.get("format") or "gemm").lower()
-    if stored != "gemm":
-        raise UnsupportedError(f"AWQ weights stored as `{stored}` are not read", hint=FORMATS_HINT)
-    return QuantSpec(
-        method="awq",
-        bits=int(config.get("bits", config.get("w_bit", 4))),
-        group_size=int(config.get("group_size", config.get("q_group_size", 128))),
-        symmetric=not config.get("zero_point", True),
-        desc_act=False,
-        checkpoint_format="gemm",
-        skip=tuple(config.get("modules_to_not_convert") or ()),
-    )
-
-
-def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
-    stored = str(config.get("format", "pack-quantized"))
-    groups = list((config.get("config_groups") or {}).values())
-    if stored != "pack-quantized" or not groups:
-        raise UnsupportedError(f"compressed-tensors weights stored as `{stored}` are not read", hint=FORMATS_HINT)
-    weights = [group.get("weights") or {} for group in groups]
-    first = weights[0]
-    strategy = first.get("strategy")
-    if any(group.get("input_activations") for group in groups) or any(other != first for other in weights):
-        raise UnsupportedError(
-            "compressed-tensors with quantized activations or several schemes is not read", hint=FORMATS_HINT
-        )
-    if strategy not in ("group", "channel") or first.get("type", "int") != "int":
-        raise UnsupportedError(
-            f"compressed-tensors of type `{first.get('type')}`, strategy `{strategy}` is not read",
-            hint=FORMATS_HINT,
-        )
-    return QuantSpec(
-        method="compressed-tensors",
-        bits=int(first.get("num_bits", 4)),
-        group_size=-1 if strategy == "channel" else int(first["group_size"]),
-        symmetric=bool(first.get("symmetric", True)),
-        desc_act=first.get("actorder") == "group",
-        checkpoint_format=stored,
-        skip=tuple(config.get("ignore") or ()),
-    )
-
-
-def _gguf(config: Mapping[str, Any]) -> QuantSpec:
-    """Blocks of 32; which of them keep four bits is decided tensor by tensor when they are read."""
-    return QuantSpec(method="gguf", bits=4, group_size=32, symmetric=False, desc_act=False, checkpoint_format="gguf")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -192,8 +192,12 @@ class GgufWeights:
     def linear(self, prefix: str) -> Tensor | PackedWeight:
         """The matrix, packed when its type is Q4_0, Q4_1 or Q4_K. Raises UsageError for scales that are not finite."""
         name = f"{prefix}.weight"
-        tensor = self._find(name)
-        return self._packed(name) if tensor.type in PACKED_TYPES and len(tensor.shape) == 2 else self.tensor(name)
+        return self._packed(name) if self.is_packed(prefix) else self.tensor(name)
+
+    def is_packed(self, prefix: str) -> bool:
+        """Whether the matrix's type is one that stays in 4 bits."""
+        tensor = self._find(f"{prefix}.weight")
+        return tensor.type in PACKED_TYPES and len(tensor.shape) == 2
 
     def bytes(self) -> int:
         """Bytes of the file."""

@@ -43,6 +43,10 @@ class WeightSource(Protocol):
         """The matrix `prefix`.weight, packed where the file holds 4 bits."""
         ...
 
+    def is_packed(self, prefix: str) -> bool:
+        """Whether `linear` gives a packed matrix, without reading data."""
+        ...
+
     def bytes(self) -> int:
         """Bytes on disk."""
         ...
@@ -164,6 +168,10 @@ class FolderWeights:
     def linear(self, prefix: str) -> Tensor | PackedWeight:
         """The matrix, packed where the files hold 4 bits. Raises UsageError for scales that are not finite."""
         return self._read_packed(prefix) if prefix in self._packed else self.tensor(f"{prefix}.weight")
+
+    def is_packed(self, prefix: str) -> bool:
+        """Whether the files hold the matrix in 4 bits."""
+        return prefix in self._packed
 
     def bytes(self) -> int:
         """Bytes of all weight files."""

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from specq.checkpoint import ModelSpec, read_config
-from specq.errors import UnsupportedError, UsageError
+from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
+from specq.models.inventory import EMBEDDING, HEAD, NORM, check_tensors, expected_tensors
 from specq.models.layers import DecoderLayer, SideBySide
-from specq.models.memory import estimate_bytes, free_bytes, require_memory
+from specq.models.memory import MemoryEstimate, estimate_bytes, free_bytes, require_memory
 from specq.quant.linear import int4_group, make_linear
 from specq.quant.packed import PackedWeight, concat_rows
+from specq.tensors import WeightSource, gguf_config, open_weights
 
-if TYPE_CHECKING:
-    from specq.tensors import WeightSource
-
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-CHECK_CONFIG = "check that config.json belongs to these weights"
-NAMED = 3
-"""How many tensors a message names before it counts the rest."""
 
 
 def load_model(path: Path, *, device: str = "cpu", dtype: str = "auto") -> CausalLM:
@@ -39,16 +33,12 @@ def load_model(path: Path, *, device: str = "cpu", dtype: str = "auto") -> Causa
     Raises UnsupportedError or UsageError before any weight is read when the model is not one specq runs or its
     tensors are not those its config promises.
     """
-    from specq.tensors import open_weights
-
     spec = model_spec(path)
     return build_model(spec, open_weights(path, spec), device=device, dtype=dtype)
 
 
 def model_spec(path: Path) -> ModelSpec:
     """What the model in a local folder or .gguf file is, without reading weights."""
-    from specq.tensors import gguf_config
-
     if path.suffix == ".gguf":
         return ModelSpec.from_config(gguf_config(path))
     if not (path / "config.json").is_file() and (files := sorted(path.glob("*.gguf"))):
@@ -66,11 +56,21 @@ def build_model(spec: ModelSpec, source: WeightSource, *, device: str = "cpu", d
 
 def check_memory(models: Sequence[tuple[ModelSpec, Path, int]], *, device: str, dtype: str) -> None:
     """Raise NotEnoughMemoryError when these models (spec, path, context) do not fit the device together."""
-    estimates = []
-    for spec, _, context in models:
-        kind = choose_dtype(dtype, spec, device)
-        estimates.append(estimate_bytes(spec, dtype=kind, context=context, is_packed=keeps_4_bits(dtype, device)))
+    estimates = [estimate_memory(*model, device=device, dtype=dtype) for model in models]
     require_memory(estimates, max(context for *_, context in models), device=device, free=free_bytes(device))
+
+
+def estimate_memory(spec: ModelSpec, path: Path, context: int, *, device: str, dtype: str) -> MemoryEstimate:
+    """What the model of these weights takes on the device with a cache of `context` tokens."""
+    packed = frozenset[str]()
+    if keeps_4_bits(dtype, device):
+        source = open_weights(path, spec)
+        packed = frozenset(
+            name
+            for name, shape in expected_tensors(spec).items()
+            if len(shape) == 2 and name != EMBEDDING and source.is_packed(name.removesuffix(".weight"))
+        )
+    return estimate_bytes(spec, dtype=choose_dtype(dtype, spec, device), context=context, packed=packed)
 
 
 def keeps_4_bits(dtype: str, device: str) -> bool:
@@ -89,68 +89,6 @@ def choose_dtype(name: str, spec: ModelSpec, device: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor the model needs, 4-bit matrices by their logical [out, in]."""
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    products = {
-        "self_attn.q_proj": (q, spec.hidden, spec.qkv_bias),
-        "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
-        "self_attn.v_proj": (kv, spec.hidden, spec.qkv_bias),
-        "self_attn.o_proj": (spec.hidden, q, spec.o_bias),
-        "mlp.gate_proj": (spec.intermediate, spec.hidden, spec.mlp_bias),
-        "mlp.up_proj": (spec.intermediate, spec.hidden, spec.mlp_bias),
-        "mlp.down_proj": (spec.hidden, spec.intermediate, spec.mlp_bias),
-    }
-    norms = {"input_layernorm": spec.hidden, "post_attention_layernorm": spec.hidden}
-    if spec.qk_norm:
-        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab, spec.hidden), NORM: (spec.hidden,)}
-    if not spec.tie_embeddings:
-        shapes[HEAD] = (spec.vocab, spec.hidden)
-    for layer in range(spec.layers):
-        prefix = f"model.layers.{layer}."
-        shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
-        for name, (rows, columns, has_bias) in products.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-    return shapes
-
-
-def check_tensors(spec: ModelSpec, source: WeightSource) -> None:
-    """Raise unless the source holds the tensors of `expected_tensors` in their shapes, and no others of weight.
-
-    Frequencies saved with old checkpoints, a head beside a tied embedding and zero biases written by old
-    quantizers are passed over: they do not change what the model computes.
-    """
-    expected, names = expected_tensors(spec), source.names()
-    missing = [name for name in expected if name not in names]
-    if missing:
-        raise UsageError(
-            f"the weights lack {_named(missing)}",
-            hint="download the model again, or check that config.json belongs to these weights",
-        )
-    for name, shape in expected.items():
-        if source.shape(name) != shape:
-            raise UsageError(
-                f"`{name}` is {list(source.shape(name))}, config.json says {list(shape)}",
-                hint=CHECK_CONFIG,
-            )
-    extra = [name for name in sorted(names - expected.keys()) if not _is_harmless(name, spec, source)]
-    if extra:
-        raise UnsupportedError(
-            f"the weights hold {_named(extra)}, which a `{spec.family}` model as config.json describes it has not",
-            hint=CHECK_CONFIG,
-        )
-
-
-def _is_harmless(name: str, spec: ModelSpec, source: WeightSource) -> bool:
-    if name.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tie_embeddings):
-        return True
-    is_zero_bias = name.endswith("_proj.bias") and spec.quantization is not None
-    return is_zero_bias and not bool(source.tensor(name).any())
-
-
 class _Builder:
     """Moves the source's tensors into modules, layer by layer."""
 
@@ -164,8 +102,11 @@ class _Builder:
             embedding = self._vector(EMBEDDING)
             head = self._linear(embedding, None)
         else:
-            # Only rows are read from it, so it stays in the file's type: exact, and half the memory of fp32.
-            embedding = self.source.tensor(EMBEDDING).to(self.device)
+            # Only rows are read from it, so a 16-bit file's type serves fp32 too: exact, and half the memory.
+            embedding = self.source.tensor(EMBEDDING)
+            if embedding.dtype.itemsize > self.dtype.itemsize:
+                embedding = embedding.to(self.dtype)
+            embedding = embedding.to(self.device)
             head = self._linear(self.source.linear(HEAD.removesuffix(".weight")), None)
         layers = [self._layer(f"model.layers.{layer}.") for layer in range(self.spec.layers)]
         return CausalLM(self.spec, embedding=embedding, layers=layers, norm=self._vector(NORM), head=head)
@@ -216,8 +157,3 @@ def fuse_rows(weights: Sequence[Tensor | PackedWeight]) -> Tensor | PackedWeight
     if dense and packed:
         return None
     return torch.cat(dense) if dense else concat_rows(packed)
-
-
-def _named(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:NAMED])
-    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"

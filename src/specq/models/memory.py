@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from specq.checkpoint import ModelSpec
 from specq.errors import NotEnoughMemoryError
+from specq.models.inventory import expected_tensors
 
 PREFILL_ROWS = 512
 HEAD_ROWS = 64
@@ -18,6 +20,9 @@ HEAD_ROWS = 64
 
 SCALE_BYTES = 4
 """A scale and an offset of 16 bits each, for every row and group."""
+
+PACKED_COPIES = 2
+"""A CPU keeps 4-bit codes as they are for prompts and in torch's own layout for decoding."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +39,20 @@ class MemoryEstimate:
 
 
 def estimate_bytes(
-    spec: ModelSpec, *, dtype: torch.dtype, context: int, is_packed: bool | None = None
+    spec: ModelSpec, *, dtype: torch.dtype, context: int, packed: Collection[str] = ()
 ) -> MemoryEstimate:
-    """What the model takes with a cache of `context` tokens.
-
-    `is_packed` says whether 4-bit matrices stay in 4 bits (default: when the checkpoint has them) or are
-    dequantised to `dtype`.
-    """
-    size = dtype.itemsize
-    attention = 2 * spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads)
-    products = spec.layers * (attention + 3 * spec.hidden * spec.intermediate)
-    quantization = spec.quantization
-    if quantization is not None and (is_packed is None or is_packed):
-        group = quantization.group_size if quantization.group_size > 0 else spec.hidden
-        weights = products // 2 + products * SCALE_BYTES // group
-    else:
-        weights = products * size
-    weights += spec.vocab * spec.hidden * size * (1 if spec.tie_embeddings else 2)
+    """What the model takes with a cache of `context` tokens, the matrices named in `packed` kept in 4 bits."""
+    group = 32 if spec.quantization is None else spec.quantization.group_size
+    weights = 0
+    for name, shape in expected_tensors(spec).items():
+        count = math.prod(shape)
+        if name in packed:
+            groups = shape[0] * max(1, shape[1] // group if group > 0 else 1)
+            weights += PACKED_COPIES * (count // 2 + SCALE_BYTES * groups)
+        else:
+            weights += count * dtype.itemsize
     widest = 2 * spec.intermediate + 4 * spec.hidden + 2 * spec.heads * spec.head_dim
-    activations = PREFILL_ROWS * widest * size + 2 * HEAD_ROWS * spec.vocab * 4
+    activations = PREFILL_ROWS * widest * dtype.itemsize + 2 * HEAD_ROWS * spec.vocab * 4
     return MemoryEstimate(weights, context * kv_bytes_per_token(spec, dtype), activations)
 
 
