@@ -1,0 +1,249 @@
+"""From files to a model: the same logits whatever the files look like, and every mismatch named before loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import WeightsInMemory, random_weights, tiny_config, tiny_model, write_model
+from torch import Tensor
+
+from specq.checkpoint import ModelSpec
+from specq.errors import NotEnoughMemoryError, UnsupportedError, UsageError
+from specq.models import loader
+from specq.models.causal_lm import CausalLM
+from specq.models.inventory import expected_tensors
+from specq.models.layers import SideBySide
+from specq.models.loader import build_model, check_memory, load_model, model_spec
+from specq.models.memory import MemoryEstimate, estimate_bytes, require_memory
+from specq.quant.linear import DenseLinear, Int4Linear
+from specq.quant.packed import PackedWeight, pack_nibbles
+from specq.spec.tree import chain
+
+TOKENS = [5, 300, 7, 7, 120, 44, 3, 260]
+
+
+@torch.inference_mode()
+def logits(model: CausalLM) -> Tensor:
+    return model(chain(TOKENS), model.new_cache(len(TOKENS))).logits
+
+
+class PartlyPacked(WeightsInMemory):
+    """Weights of which the matrices a function takes are 4-bit, in groups it says."""
+
+    def __init__(self, weights: dict[str, Tensor], group_of: Callable[[str], int | None]) -> None:
+        packed = {name: group_of(name) for name in weights if "_proj.weight" in name}
+        self.packed = {
+            name.removesuffix(".weight"): pack(weights[name], group) for name, group in packed.items() if group
+        }
+        dense = {f"{prefix}.weight": weight.dequantize() for prefix, weight in self.packed.items()}
+        super().__init__({**weights, **dense})
+
+    def linear(self, prefix: str) -> Tensor | PackedWeight:  # type: ignore[override]
+        return self.packed.get(prefix) or super().linear(prefix)
+
+    def is_packed(self, prefix: str) -> bool:
+        return prefix in self.packed
+
+    def dense(self) -> WeightsInMemory:
+        return WeightsInMemory({name: self.tensor(name) for name in self.names()})
+
+
+def pack(weight: Tensor, group: int) -> PackedWeight:
+    """The nearest 4-bit matrix with float minima."""
+    rows, columns = weight.shape
+    grouped = weight.view(rows, -1, group)
+    minima = grouped.amin(-1).half()
+    scales = ((grouped.amax(-1) - minima) / 15).half()
+    codes = ((grouped - minima[..., None]) / scales[..., None]).round().clamp(0, 15)
+    return PackedWeight(pack_nibbles(codes.view(rows, columns)), scales, minima=minima, group_size=group)
+
+
+def config_for_groups(**changes: Any) -> dict[str, Any]:
+    return tiny_config("qwen2", intermediate_size=128, quantization_config={"quant_method": "gguf"}, **changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_folder_gives_the_logits_of_its_weights(tmp_path: Path, dtype: torch.dtype, shards: int) -> None:
+    config = tiny_config("qwen3", tie_word_embeddings=True)
+    rounded = {name: weight.to(dtype) for name, weight in random_weights(config).items()}
+    folder = write_model(tmp_path / "model", config, dtype=dtype, shards=shards)
+    expected = logits(tiny_model(config, weights=rounded, dtype="float32"))
+    assert torch.equal(logits(load_model(folder)), expected)
+
+
+def test_embedding_of_an_untied_model_stays_in_16_bits(tmp_path: Path) -> None:
+    model = load_model(write_model(tmp_path, dtype=torch.bfloat16))
+    assert model.embedding.dtype == torch.bfloat16
+    assert model.embed(torch.tensor([1])).dtype == torch.float32
+
+
+def test_tied_model_holds_its_embedding_once() -> None:
+    model = tiny_model(tiny_config(tie_word_embeddings=True), dtype="float32")
+    assert model.head.weight.data_ptr() == model.embedding.data_ptr()
+
+
+def test_tied_config_wins_over_a_head_in_the_file() -> None:
+    config = tiny_config(tie_word_embeddings=True)
+    weights = random_weights(config)
+    with_head = {**weights, "lm_head.weight": torch.zeros(320, 64)}
+    assert torch.equal(logits(tiny_model(config, weights=with_head)), logits(tiny_model(config, weights=weights)))
+
+
+@pytest.mark.parametrize(
+    ("group_of", "kind"),
+    [
+        (lambda name: 32, Int4Linear),
+        (lambda name: 32 if "k_proj" not in name else 16, SideBySide),
+        (lambda name: 32 if "v_proj" not in name else None, SideBySide),
+    ],
+    ids=["all", "groups that differ", "one dense"],
+)
+def test_4_bit_matrices_give_the_logits_of_their_values(group_of: Callable[[str], int | None], kind: type) -> None:
+    config = config_for_groups()
+    source = PartlyPacked(random_weights(config), group_of)
+    spec = ModelSpec.from_config(config)
+    expected = build_model(spec, source.dense(), dtype="float64")
+    exact = build_model(spec, source, dtype="float64")
+    torch.testing.assert_close(logits(exact), logits(expected), atol=1e-11, rtol=0)
+    fast = build_model(spec, source)
+    assert isinstance(fast.layers[0].qkv, kind)
+    # bf16 activations and scales through two layers, on logits of unit size.
+    assert (logits(fast) - logits(expected)).abs().mean() < 0.05 * logits(expected).std()
+
+
+def test_a_dtype_that_is_asked_for_is_exact() -> None:
+    config = config_for_groups()
+    source = PartlyPacked(random_weights(config), lambda name: 32)
+    model = build_model(ModelSpec.from_config(config), source, dtype="float32")
+    assert isinstance(model.layers[0].down, DenseLinear)
+
+
+def changed(change: Callable[[dict[str, Tensor]], Any], **config: Any) -> tuple[ModelSpec, WeightsInMemory]:
+    described = tiny_config(**config)
+    weights = random_weights(described)
+    change(weights)
+    return ModelSpec.from_config(described), WeightsInMemory(weights)
+
+
+def test_missing_tensors_are_named_and_counted() -> None:
+    spec, source = changed(lambda weights: [weights.pop(name) for name in list(weights) if "layers.1" in name])
+    with pytest.raises(UsageError) as caught:
+        build_model(spec, source)
+    assert "`model.layers.1.input_layernorm.weight`" in caught.value.message
+    assert caught.value.message.endswith("and 6 more")
+
+
+def test_missing_head_of_an_untied_model_is_an_error() -> None:
+    spec, source = changed(lambda weights: weights.pop("lm_head.weight"))
+    with pytest.raises(UsageError, match=r"lack `lm_head\.weight`"):
+        build_model(spec, source)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes() -> None:
+    spec, source = changed(lambda weights: weights.update({"model.embed_tokens.weight": torch.zeros(328, 64)}))
+    with pytest.raises(UsageError, match=r"is \[328, 64\], config\.json says \[320, 64\]"):
+        build_model(spec, source)
+
+
+def test_unexpected_tensors_are_named() -> None:
+    spec, source = changed(lambda weights: weights.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
+    with pytest.raises(UnsupportedError, match=r"hold `model\.layers\.0\.self_attn\.q_norm\.weight`"):
+        build_model(spec, source)
+
+
+def test_a_bias_the_config_denies_is_not_dropped() -> None:
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
+    spec, source = changed(lambda weights: weights.update(bias))
+    with pytest.raises(UnsupportedError, match="bias"):
+        build_model(spec, source)
+
+
+def test_old_frequencies_and_zero_biases_of_quantizers_are_passed_over() -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), name: torch.zeros(64)}
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    spec, source = changed(lambda weights: weights.update(extra), **quantized)
+    plain = tiny_model(tiny_config(), dtype="float32")
+    assert torch.equal(logits(build_model(spec, source)), logits(plain))
+    spec, source = changed(lambda weights: weights.update({name: torch.ones(64)}), **quantized)
+    with pytest.raises(UnsupportedError, match="bias"):
+        build_model(spec, source)
+
+
+def test_nothing_is_read_before_everything_was_checked() -> None:
+    class Unreadable(WeightsInMemory):
+        def tensor(self, name: str) -> Tensor:
+            raise AssertionError(f"{name} was read")
+
+        linear = tensor
+
+    weights = random_weights(tiny_config())
+    weights.pop("model.norm.weight")
+    with pytest.raises(UsageError, match=r"model\.norm\.weight"):
+        build_model(ModelSpec.from_config(tiny_config()), Unreadable(weights))
+
+
+def test_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="`int8` is unknown") as caught:
+        tiny_model(dtype="int8")
+    assert "bfloat16" in str(caught.value.hint)
+
+
+def test_a_folder_of_several_gguf_files_asks_which(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(UsageError, match="holds 2 GGUF files"):
+        model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_estimated_weights_are_those_loaded(is_tied: bool) -> None:
+    config = tiny_config("qwen2", tie_word_embeddings=is_tied)
+    estimate = estimate_bytes(ModelSpec.from_config(config), dtype=torch.float32, context=100)
+    model = tiny_model(config, dtype="float32")
+    sizes = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
+    assert estimate.weights == sum(sizes.values())
+    cache = model.new_cache(100)
+    assert estimate.kv == cache.k.nbytes + cache.v.nbytes
+    assert estimate.total == estimate.weights + estimate.kv + estimate.activations
+
+
+def test_4_bit_matrices_are_counted_in_4_bits() -> None:
+    config = config_for_groups()
+    spec = ModelSpec.from_config(config)
+    packed = [name for name in expected_tensors(spec) if name.endswith("_proj.weight") and "layers" in name]
+    dense = estimate_bytes(spec, dtype=torch.float32, context=1)
+    kept = estimate_bytes(spec, dtype=torch.float32, context=1, packed=packed)
+    # 4 bits and a 32nd of 32 bits, twice, instead of 32 bits.
+    matrices = sum(4 * random_weights(config)[name].numel() for name in packed)
+    assert dense.weights - kept.weights == matrices * (1 - 2 * 5 / 32)
+
+
+def test_too_little_memory_names_the_context_that_fits() -> None:
+    estimate = MemoryEstimate(weights=6 * 2**30, kv=4 * 2**30, activations=0)
+    require_memory([estimate], 8192, device="cpu", free=10 * 2**30)
+    require_memory([estimate], 8192, device="cpu", free=None)
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        require_memory([estimate], 8192, device="cpu", free=8 * 2**30)
+    assert "10.00 GiB" in caught.value.message
+    assert "8.00 GiB free" in caught.value.message
+    assert "--context 4096" in str(caught.value.hint)
+    assert caught.value.exit_code == 7
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        require_memory([estimate], 8192, device="cpu", free=6 * 2**30)
+    assert "no context fits" in str(caught.value.hint)
+
+
+def test_memory_of_all_models_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path)
+    spec = model_spec(folder)
+    one = estimate_bytes(spec, dtype=torch.float32, context=256).total
+    monkeypatch.setattr(loader, "free_bytes", lambda device: one + one // 2)
+    check_memory([(spec, folder, 256)], device="cpu", dtype="auto")
+    with pytest.raises(NotEnoughMemoryError):
+        check_memory([(spec, folder, 256), (spec, folder, 256)], device="cpu", dtype="auto")
