@@ -124,14 +124,15 @@ def write_model(
     *,
     seed: int = 0,
     weights: Mapping[str, Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     shards: int = 1,
 ) -> Path:
-    """A Hugging Face folder of a tiny model with its tokenizer; returns the folder."""
+    """A Hugging Face folder of a tiny model with its tokenizer; returns the folder. No dtype: weights as they are."""
     config = dict(tiny_config() if config is None else config)
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if dtype is not None:
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
     weights = random_weights(config, seed=seed) if weights is None else weights
-    stored = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
+    stored = {name: weight.to(dtype or weight.dtype).contiguous() for name, weight in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {key: config.get(key) for key in ("bos_token_id", "eos_token_id")})

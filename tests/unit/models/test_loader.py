@@ -19,10 +19,23 @@ from specq.models.inventory import expected_tensors
 from specq.models.layers import SideBySide
 from specq.models.loader import build_model, check_memory, load_model, model_spec
 from specq.models.memory import MemoryEstimate, estimate_bytes, require_memory
+from specq.quant.formats import FORMATS
 from specq.quant.linear import DenseLinear, Int4Linear
 from specq.quant.packed import PackedWeight, pack_nibbles
 from specq.spec.tree import chain
 
+GROUPS = {"bits": 4, "group_size": 32}
+CT_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "sym": True, **GROUPS},
+    "gptq_v2": {"quant_method": "gptq", "sym": True, "checkpoint_format": "gptq_v2", **GROUPS},
+    "awq": {"quant_method": "awq", "zero_point": True, "version": "gemm", **GROUPS},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": CT_WEIGHTS}},
+    },
+}
 TOKENS = [5, 300, 7, 7, 120, 44, 3, 260]
 
 
@@ -60,6 +73,15 @@ def pack(weight: Tensor, group: int) -> PackedWeight:
     scales = ((grouped.amax(-1) - minima) / 15).half()
     codes = ((grouped - minima[..., None]) / scales[..., None]).round().clamp(0, 15)
     return PackedWeight(pack_nibbles(codes.view(rows, columns)), scales, minima=minima, group_size=group)
+
+
+def symmetric(weight: Tensor, group: int = 32) -> PackedWeight:
+    """The nearest 4-bit matrix around zero."""
+    rows, columns = weight.shape
+    grouped = weight.view(rows, -1, group)
+    scales = (grouped.abs().amax(-1) / 7).half()
+    codes = (grouped / scales[..., None]).round().clamp(-8, 7) + 8
+    return PackedWeight(pack_nibbles(codes.view(rows, columns)), scales, group_size=group)
 
 
 def config_for_groups(**changes: Any) -> dict[str, Any]:
@@ -114,6 +136,22 @@ def test_4_bit_matrices_give_the_logits_of_their_values(group_of: Callable[[str]
     assert isinstance(fast.layers[0].qkv, kind)
     # bf16 activations and scales through two layers, on logits of unit size.
     assert (logits(fast) - logits(expected)).abs().mean() < 0.05 * logits(expected).std()
+
+
+@pytest.mark.parametrize("stored", ["gptq", "gptq_v2", "awq", "compressed-tensors"])
+def test_4_bit_folders_give_the_logits_of_their_values(tmp_path: Path, stored: str) -> None:
+    config = tiny_config("qwen2", intermediate_size=128, tie_word_embeddings=True)
+    weights = random_weights(config)
+    matrices = {name: symmetric(weight) for name, weight in weights.items() if "_proj.weight" in name}
+    files = {name: weight for name, weight in weights.items() if name not in matrices}
+    for name, matrix in matrices.items():
+        parts = FORMATS[stored].pack(matrix)
+        files |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
+    folder = write_model(tmp_path, config | {"quantization_config": QUANTIZATIONS[stored]}, weights=files, dtype=None)
+    values = weights | {name: matrix.dequantize() for name, matrix in matrices.items()}
+    expected = logits(tiny_model(config, weights=values))
+    torch.testing.assert_close(logits(load_model(folder, dtype="float64")), expected, atol=1e-11, rtol=0)
+    assert isinstance(load_model(folder).layers[0].gate_up, Int4Linear)
 
 
 def test_a_dtype_that_is_asked_for_is_exact() -> None:
