@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_tokenizers import gguf_metadata, write_gguf
@@ -189,6 +190,7 @@ def test_resolve_model_knows_the_demo_set(cache: Path, index: Path) -> None:
 BUILD = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from specq import hub
 target, log, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def build(folder):
@@ -248,3 +250,86 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written") as caught:
         hub.build_folder(tmp_path / "file" / "x", lambda folder: None)
     assert "SPECQ_CACHE" in (caught.value.hint or "")
+
+
+@pytest.fixture(scope="module")
+def real_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo set itself, fetched as a user's first call does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECQ_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+        return demo.demo_folder()
+
+
+@pytest.mark.slow
+def test_demo_ids_equal_those_of_transformers_tokenizer(real_demo: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = Tokenizer.load(real_demo), AutoTokenizer.from_pretrained(str(real_demo))
+    messages = [{"role": "user", "content": "What is 12*12 + 2024?"}, {"role": "assistant", "content": "2168"}]
+    for text in ["", "Hello world 2024!\n\n\tdef f(x):\n    return x**2", "caf\u00e9 \uc0bc\uacb9\uc0b4 <|im_end|>x"]:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.render_chat(messages) == theirs.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert (ours.bos_id, ours.eos_ids, ours.size) == (1, {2}, 49152)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", ["What is the capital of France?", "Explain how a bicycle stays upright."])
+def test_demo_answers_equal_those_of_the_dequantised_model_in_transformers(
+    prompt: str, real_demo: Path, dequantised: Any
+) -> None:
+    import torch
+
+    import specq
+
+    pipeline = specq.load_pipeline(str(real_demo), device="cpu", dtype="float32", pipeline="plain", threads=1)
+    ids = pipeline.encode(prompt)
+    greedy = specq.Sampling(temperature=0.0, top_p=None, top_k=None, repetition_penalty=None, seed=0)
+    ours = specq.generate(pipeline, prompt, sampling=greedy, max_new_tokens=32)
+    output = dequantised.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=32)
+    assert list(ours.token_ids) == output[0, len(ids) :].tolist()
+    assert ours.tokens_out == 32 or ours.finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def dequantised(real_demo: Path) -> Any:
+    """The demo model in transformers, read and dequantised by package gguf: nothing of specq's takes part."""
+    import gguf
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = json.loads((real_demo / "config.json").read_text())
+    del config["quantization_config"]
+    model = LlamaForCausalLM(LlamaConfig(**config)).float().eval()
+    tensors = {}
+    for tensor in gguf.GGUFReader(real_demo / "model.gguf").tensors:
+        name, values = tensor.name, torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        kind = name.split(".")[-2]
+        if kind in heads:  # llama.cpp stores the two halves of each head interleaved
+            rows = values.reshape(heads[kind], config["head_dim"] // 2, 2, -1)
+            values = rows.swapaxes(1, 2).reshape(values.shape)
+        tensors[_hf_name(name)] = values
+    lacking = model.load_state_dict(tensors, strict=False)
+    assert set(lacking.missing_keys) <= {"lm_head.weight"}
+    assert lacking.unexpected_keys == []
+    model.tie_weights()
+    return model
+
+
+def _hf_name(name: str) -> str:
+    for old, new in {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "blk.": "model.layers.",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_output": "self_attn.o_proj",
+        "attn_": "self_attn.",
+        "ffn_": "mlp.",
+    }.items():
+        name = name.replace(old, new)
+    parts = name.split(".")
+    return ".".join(f"{part}_proj" if part in ("q", "k", "v", "gate", "up", "down") else part for part in parts)
