@@ -57,6 +57,7 @@ def test_ctrl_c_stops_the_answer_and_the_next_turn_works(chat, tmp_path) -> None
     assert STATUS in status
     terminal.type(f"/save {tmp_path}/chat.json\n")
     terminal.wait_for("saved 2 turns")
+    terminal.wait_for(PROMPT)
     terminal.type("\x04")
     assert terminal.exit_code() == 0
     messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
@@ -70,7 +71,7 @@ def test_ctrl_c_at_an_empty_prompt_is_130_and_with_text_drops_it(chat) -> None:
     terminal.type("\x03")
     terminal.wait_for(PROMPT)
     terminal.type('"""\nline')
-    terminal.wait_for("line")
+    terminal.wait_for(r"\.\.\. line")
     terminal.type("\x03")
     terminal.wait_for(PROMPT)
     terminal.type("\x03")

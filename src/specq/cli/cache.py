@@ -30,23 +30,18 @@ def cache() -> None:
 @takes_options
 def ls(*, output: OutputOptions) -> None:
     """List the entries of the cache with their sizes."""
-    console = Console(quiet=output.quiet)
-    folder = cache_dir()
-    found = [
-        {
-            "name": path.name,
-            "bytes": size_of(path),
-            "modified": datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes"),
-        }
-        for path in entries(folder)
-    ]
-    if output.as_json:
-        console.document({"folder": str(folder), "entries": found})
-        return
-    rows = [(str(e["name"]), size_text(float(str(e["bytes"]))), str(e["modified"])) for e in found]
-    if rows:
-        console.line(table(rows))
-    console.note(f"{folder}: {size_text(size_of(folder))}" if rows else f"{folder} is empty")
+    with Console(quiet=output.quiet).working() as console:
+        folder = cache_dir()
+        found = entries(folder)
+        sizes = {path: size_of(path) for path in found}
+        changed = {path: datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes") for path in found}
+        if output.as_json:
+            listed = [{"name": path.name, "bytes": sizes[path], "modified": changed[path]} for path in found]
+            console.document({"folder": str(folder), "entries": listed})
+            return
+        if found:
+            console.line(table([(path.name, size_text(sizes[path]), changed[path]) for path in found]))
+        console.note(f"{folder}: {size_text(sum(sizes.values()))}" if found else f"{folder} is empty")
 
 
 @app.command("rm", cls=VerbCommand)
@@ -58,26 +53,29 @@ def rm(
     output: OutputOptions,
 ) -> None:
     """Remove entries of the cache; they are made or downloaded again when they are needed."""
-    console = Console(quiet=output.quiet)
-    known = {path.name: path for path in entries(cache_dir())}
-    if bool(names) == all_:
-        raise UsageError("give the entries to remove, or `--all`", hint="specq cache ls")
-    wanted = list(known) if all_ else list(dict.fromkeys(names or []))
-    for name in wanted:
-        if name not in known:
-            raise UsageError(f"there is no entry `{name}` in {cache_dir()}", hint="specq cache ls")
-    freed = 0
-    for name in wanted:
-        path = known[name]
-        freed += size_of(path)
-        try:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        except OSError as error:
-            raise SpecqError(f"`{path}` could not be removed: {(error.strerror or str(error)).lower()}") from None
-    if output.as_json:
-        console.document({"removed": wanted, "bytes": freed})
-    else:
-        console.note(f"removed {', '.join(wanted) or 'nothing'}: {size_text(freed)}")
+    with Console(quiet=output.quiet).working() as console:
+        known = {path.name: path for path in entries(cache_dir())}
+        if bool(names) == all_:
+            raise UsageError("give the entries to remove, or `--all`", hint="specq cache ls")
+        wanted = list(known) if all_ else list(dict.fromkeys(names or []))
+        for name in wanted:
+            if name not in known:
+                raise UsageError(f"there is no entry `{name}` in {cache_dir()}", hint="specq cache ls")
+        freed = sum(_remove(known[name]) for name in wanted)
+        if output.as_json:
+            console.document({"removed": wanted, "bytes": freed})
+        else:
+            console.note(f"removed {', '.join(wanted) or 'nothing'}: {size_text(freed)}")
+
+
+def _remove(path: Path) -> int:
+    """Removes a file or a folder; the bytes that freed."""
+    size = size_of(path)
+    try:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    except OSError as error:
+        raise SpecqError(f"`{path}` could not be removed: {(error.strerror or str(error)).lower()}") from None
+    return size
 
 
 def entries(folder: Path) -> list[Path]:

@@ -6,14 +6,19 @@ import os
 import platform
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from specq.cli.cache import size_of
 from specq.cli.console import Console, size_text, table
 from specq.cli.options import Model, Offline, OutputOptions, Overrides, VerbCommand, takes_options
+
+if TYPE_CHECKING:
+    from specq.recipe import Recipe
 
 SAMPLE_QUESTION = "Why is the sky blue?"
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "gguf")
@@ -110,21 +115,22 @@ def disk_facts() -> dict[str, Any]:
 
 
 def model_facts(model: str, overrides: list[str], *, is_offline: bool, console: Console) -> dict[str, Any]:
-    """What the target of a MODEL argument is and needs; no weights are read."""
+    """What the target of a MODEL argument is and needs here, and the pipelines it can run; no weights are read."""
     from specq.hub import resolve_model
-    from specq.models.loader import model_spec
+    from specq.models.loader import estimate_memory, model_spec
     from specq.recipe import resolve
-    from specq.spec.load import choose_context
-    from specq.spec.pipelines import PIPELINES
+    from specq.spec.load import choose_context, choose_device
     from specq.tokenizer import Tokenizer
 
     recipe = resolve(model, overrides=overrides)
-    progress = console.progress()
-    target = recipe.target
-    snapshot = resolve_model(target.model, revision=target.revision, offline=is_offline or None, progress=progress)
-    progress.clear()
+    progress, target = console.progress(), recipe.target
+    try:
+        snapshot = resolve_model(target.model, revision=target.revision, offline=is_offline or None, progress=progress)
+    finally:
+        progress.clear()
     spec = model_spec(snapshot.path)
-    context = choose_context(spec, recipe.context)
+    context, device = choose_context(spec, recipe.context), choose_device("auto")
+    needed = estimate_memory(spec, snapshot.path, context, device=device, dtype="auto")
     tokenizer = Tokenizer.load(snapshot.path)
     facts: dict[str, Any] = {
         "target": target.model,
@@ -134,16 +140,31 @@ def model_facts(model: str, overrides: list[str], *, is_offline: bool, console: 
         "size": f"{spec.layers} layers, hidden {spec.hidden}, vocabulary {spec.vocab}",
         "weights": f"{spec.quantization.bits}-bit {spec.quantization.method}" if spec.quantization else spec.dtype,
         "context": f"{context} of {spec.max_context} tokens",
-        "tokenizer": f"{tokenizer.size} ids, ends at {sorted(tokenizer.eos_ids)}",
+        "needs_on": device,
+        "needs_bytes": needed.total,
+        "needs_weights_bytes": needed.weights,
+        "needs_cache_bytes": needed.kv,
+        "tokenizer": f"{tokenizer.size} ids, an answer ends at {sorted(tokenizer.eos_ids)}",
     }
-    for name, kind in PIPELINES.items():
-        lacks = [part for part in kind.needs if getattr(recipe, part) is None]
-        facts[f"pipeline {name}"] = f"not here: the recipe names no {' and no '.join(lacks)}" if lacks else "available"
+    facts |= {f"pipeline_{name}": reason or "available" for name, reason in _pipelines(recipe).items()}
     if tokenizer.chat_template is None:
         facts["prompt"] = "no chat template: a base model, for run, or chat with --raw or --chat-template FILE"
     else:
         facts["prompt"] = tokenizer.render_chat([{"role": "user", "content": SAMPLE_QUESTION}])
     return facts
+
+
+def _pipelines(recipe: Recipe) -> dict[str, str | None]:
+    """Every pipeline; None, or what the recipe does not name and it needs."""
+    from specq.spec.pipelines import PIPELINES, Parts
+
+    named: Any = SimpleNamespace(
+        intermediate=recipe.intermediate,
+        target_head=recipe.drafter.model,
+        intermediate_head=recipe.intermediate and recipe.intermediate.drafter,
+    )
+    assert set(vars(named)) == {field.name for field in fields(Parts)} - {"target"}
+    return {name: kind.missing(named) for name, kind in PIPELINES.items()}
 
 
 def _memory_bytes() -> tuple[int | None, int | None]:
@@ -167,7 +188,7 @@ def _free_bytes(folder: Path) -> int:
 def _row(name: str, value: Any) -> tuple[str, str]:
     label = name.replace("_", " ")
     if value is None:
-        return label.removesuffix(" bytes"), "none found"
+        return label.removesuffix(" bytes"), "none"
     if name.endswith("_bytes"):
         return label.removesuffix(" bytes"), size_text(value)
     return label, repr(value) if isinstance(value, str) and "\n" in value else str(value)

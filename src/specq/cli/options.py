@@ -64,12 +64,15 @@ Offline = Annotated[bool, _flag("--offline", help="Use only what is on this mach
 class PipelineOptions:
     """What runs, and where."""
 
-    pipeline: Annotated[str | None, _flag("--pipeline", metavar="NAME", help="auto, plain, lookup or sequence.")] = None
+    pipeline: Annotated[
+        str | None, _flag("--pipeline", metavar="NAME", help="auto, plain, lookup, sequence, eagle2 or hierarchical.")
+    ] = None
     intermediate: Annotated[
         str | None,
         _flag("--intermediate", metavar="MODEL", help="The smaller model with the same tokenizer that drafts."),
     ] = None
     set: Overrides = None
+    drafter: Annotated[str | None, _flag("--drafter", metavar="HEAD", help="The target's EAGLE head.")] = None
     device: Annotated[str, _flag("--device", metavar="cpu|cuda[:N]", help="Default: the GPU if there is one.")] = "auto"
     dtype: Annotated[Dtype, _flag("--dtype", help="Number format of computation; default auto.")] = Dtype.auto
     context: Annotated[
@@ -92,9 +95,13 @@ class PipelineOptions:
 
     def overrides(self) -> list[str]:
         """Recipe overrides in the order of precedence: what --set says, then the flags, which win."""
-        flags = {"pipeline.name": self.pipeline, "intermediate": self.intermediate, "context": self.context}
-        if self.revision is not None:
-            flags["target.revision"] = self.revision
+        flags = {
+            "pipeline.name": self.pipeline,
+            "intermediate.model": self.intermediate,
+            "drafter.model": self.drafter,
+            "context": self.context,
+            "target.revision": self.revision,
+        }
         return [*(self.set or []), *_assignments(flags)]
 
 

@@ -25,28 +25,30 @@ def recipe() -> None:
 @takes_options
 def ls(*, output: OutputOptions) -> None:
     """List the shipped recipes with the command that runs each."""
-    from specq.recipe import list_recipes
+    with Console(quiet=output.quiet).working() as console:
+        from specq.recipe import list_recipes
 
-    console = Console(quiet=output.quiet)
-    found = [{"name": name, "command": command_of(path), "path": str(path)} for name, path in list_recipes().items()]
-    if output.as_json:
-        console.document(found)
-    else:
-        console.line(table([(each["name"], each["command"]) for each in found]))
+        found = [
+            {"name": name, "command": command_of(path), "path": str(path)} for name, path in list_recipes().items()
+        ]
+        if output.as_json:
+            console.document(found)
+        else:
+            console.line(table([(each["name"], each["command"]) for each in found]))
 
 
 @app.command("show", cls=VerbCommand)
 @takes_options
 def show(source: Source, *, overrides: Overrides = None, output: OutputOptions) -> None:
     """Show a recipe with every key it takes, defaults and overrides included."""
-    import yaml
+    with Console(quiet=output.quiet).working() as console:
+        import yaml
 
-    console = Console(quiet=output.quiet)
-    values = _load(source, overrides)
-    if output.as_json:
-        console.document(values)
-    else:
-        console.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        values = _load(source, overrides)
+        if output.as_json:
+            console.document(values)
+        else:
+            console.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 @app.command("check", cls=VerbCommand)
@@ -58,19 +60,13 @@ def check(
     output: OutputOptions,
 ) -> None:
     """Check recipes: every key known, every value in its range. Models are not looked for."""
-    console = Console(quiet=output.quiet)
-    results: list[dict[str, Any]] = []
-    for source in sources:
-        try:
-            _load(source, overrides)
-            results.append({"recipe": source, "ok": True, "reason": None})
-        except UsageError as error:
-            results.append({"recipe": source, "ok": False, "reason": error.message})
-    if output.as_json:
-        console.document(results)
-    else:
-        console.line(table([(r["recipe"], r["reason"] or "ok") for r in results]))
-    wrong = [r["recipe"] for r in results if not r["ok"]]
+    with Console(quiet=output.quiet).working() as console:
+        results = [(source, _reason(source, overrides)) for source in sources]
+        if output.as_json:
+            console.document([{"recipe": name, "ok": not why, "reason": why} for name, why in results])
+        else:
+            console.line(table([(name, why or "ok") for name, why in results]))
+    wrong = [name for name, why in results if why]
     if wrong:
         raise UsageError(f"not right: {', '.join(f'`{name}`' for name in wrong)}")
 
@@ -79,6 +75,15 @@ def command_of(path: Path) -> str:
     """The command in the recipe's first comment line."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ").strip()
+
+
+def _reason(source: str, overrides: list[str] | None) -> str | None:
+    """What is wrong with the recipe, or None."""
+    try:
+        _load(source, overrides)
+    except UsageError as error:
+        return error.message
+    return None
 
 
 def _load(source: str, overrides: list[str] | None) -> dict[str, Any]:

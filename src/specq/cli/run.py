@@ -19,7 +19,6 @@ from specq.cli.options import (
     takes_options,
 )
 from specq.errors import UsageError
-from specq.recipe import is_model_name
 
 if TYPE_CHECKING:
     from specq.spec.session import Generation, Pipeline, Stream, StreamEvent
@@ -61,11 +60,11 @@ def run(
         raise UsageError(
             "`--json` and `--jsonl` exclude each other", hint="--json for one document, --jsonl for events"
         )
-    model, text = _arguments(first, second)
-    text = join_prompt(_piped_input(), text, is_raw=prompt.raw)
     with Console(quiet=output.quiet).working() as console:
         from specq.cli.answer import open_pipeline
 
+        model, argument = _arguments(first, second)
+        text = join_prompt(_piped_input(), argument, is_raw=prompt.raw)
         loaded = open_pipeline(model, pipeline=pipeline, sampling=sampling, prompt=prompt, console=console)
         ids = _encode(loaded, text, prompt)
         stream = loaded.stream(ids, max_new_tokens=sampling.max_new_tokens or MAX_NEW_TOKENS, stop=prompt.stop or ())
@@ -95,6 +94,8 @@ def join_prompt(piped: str | None, text: str | None, *, is_raw: bool) -> str:
 
 def _arguments(first: str | None, second: str | None) -> tuple[str | None, str | None]:
     """Model and prompt: a single argument is the prompt unless it names a model."""
+    from specq.recipe import is_model_name
+
     if first is None or second is not None or is_model_name(first):
         return first, second
     return None, first
