@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_tokenizers import CHATML, byte_level, save
 from tokenizers import AddedToken
 
+from specq.checkpoint import ModelSpec
+from specq.errors import SpecqError
+from specq.models.inventory import expected_tensors
 from specq.spec.check import check_pair
+
+WEIGHTS = "model.safetensors"
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,8 +40,15 @@ NAMED = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template"
 
 
 def model(folder: Path, backend: Any = None, *, names: dict[str, str] | None = None, **changes: Any) -> Path:
+    """A model folder; its weights are zeros of the right names and shapes where the config is one specq runs."""
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
-    return save(backend or byte_level(), folder, files={"config.json": config}, **{**NAMED, **(names or {})})
+    save(backend or byte_level(), folder, files={"config.json": config}, **{**NAMED, **(names or {})})
+    try:
+        shapes = expected_tensors(ModelSpec.from_config(config))
+    except SpecqError:
+        return folder
+    save_file({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, folder / WEIGHTS)
+    return folder
 
 
 def head_shapes(hidden: int = 64) -> dict[str, tuple[int, ...]]:
@@ -55,7 +67,7 @@ def head(folder: Path, shapes: dict[str, tuple[int, ...]], *, kind: str = "safet
     folder.mkdir()
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     if kind == "safetensors":
-        save_file(tensors, folder / "model.safetensors")
+        save_file(tensors, folder / WEIGHTS)
     else:
         torch.save(tensors, folder / "pytorch_model.bin")
     config = {key: value for key, value in {**HEAD_CONFIG, **changes}.items() if value is not None}
@@ -79,8 +91,10 @@ def test_smaller_model_with_the_same_tokenizer_passes_every_test(target: Path, t
     assert {result.name: result.status for result in results} == dict.fromkeys(
         [
             "target",
+            "target weights",
             "target tokenizer",
             "drafter",
+            "drafter weights",
             "drafter tokenizer",
             "tokenizers",
             "special tokens",
@@ -144,10 +158,28 @@ def test_shorter_context_and_deeper_drafter_are_warnings(target: Path, tmp_path:
     assert outcome(target, drafter, "cost")[0] == "warn"
 
 
-def test_model_too_large_for_this_machine_is_a_warning(tmp_path: Path) -> None:
-    huge = model(tmp_path / "target", hidden_size=2**20, num_attention_heads=2**13, head_dim=128)
-    status, detail = outcome(huge, model(tmp_path / "drafter"), "memory")
+def test_models_too_large_for_this_machine_are_a_warning(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specq.models.loader.free_bytes", lambda device: 1000)
+    status, detail = outcome(target, model(tmp_path / "drafter"), "memory")
     assert (status, "are needed" in detail) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"), [(None, "holds no weights"), ("model.norm.weight", "the weights lack `model.norm.weight`")]
+)
+def test_incomplete_weights_fail(lost: str | None, words: str, target: Path, tmp_path: Path) -> None:
+    drafter = model(tmp_path / "drafter")
+    if lost is None:
+        (drafter / WEIGHTS).unlink()
+    else:
+        tensors = load_file(drafter / WEIGHTS)
+        del tensors[lost]
+        save_file(tensors, drafter / WEIGHTS)
+    status, detail = outcome(target, drafter, "drafter weights")
+    assert (status, words in detail) == ("fail", True)
+    assert "memory" not in [result.name for result in check_pair(target, drafter)]
 
 
 @pytest.mark.parametrize(

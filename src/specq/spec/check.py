@@ -11,8 +11,10 @@ from typing import TypeVar
 
 from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError
+from specq.models.inventory import check_tensors
 from specq.models.loader import check_memory, model_spec
 from specq.spec.check_head import CheckResult, check_head, head_tensors
+from specq.tensors import open_weights
 from specq.tokenizer import Tokenizer
 
 __all__ = ["CheckResult", "check_pair"]
@@ -26,6 +28,7 @@ def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
     """The tests of a pair, in the order in which a reader needs them; `fail` means that it cannot run."""
     results: list[CheckResult] = []
     target_spec = _attempt(results, "target", lambda: model_spec(target), _describe_model)
+    whole = [_weights(results, "target weights", target_spec, target)]
     target_tokenizer = _attempt(results, "target tokenizer", lambda: Tokenizer.load(target), _describe_tokenizer)
     try:
         tensors = head_tensors(drafter)
@@ -35,6 +38,7 @@ def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
         results += check_head(drafter, tensors, target_spec, target_tokenizer)
         return results
     drafter_spec = _attempt(results, "drafter", lambda: model_spec(drafter), _describe_model)
+    whole.append(_weights(results, "drafter weights", drafter_spec, drafter))
     drafter_tokenizer = _attempt(results, "drafter tokenizer", lambda: Tokenizer.load(drafter), _describe_tokenizer)
     if target_tokenizer and drafter_tokenizer:
         results += [
@@ -50,8 +54,9 @@ def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
             _context(target_spec, drafter_spec),
             _rope(target_spec, drafter_spec),
             _cost(target_spec, drafter_spec),
-            _memory((target_spec, target), (drafter_spec, drafter)),
         ]
+        if all(whole):
+            results.append(_memory((target_spec, target), (drafter_spec, drafter)))
     return results
 
 
@@ -64,6 +69,21 @@ def _attempt(results: list[CheckResult], name: str, read: Callable[[], T], descr
         return None
     results.append(CheckResult(name, "pass", describe(found)))
     return found
+
+
+def _weights(results: list[CheckResult], name: str, spec: ModelSpec | None, path: Path) -> bool:
+    """Whether the headers of the weights promise every tensor in its shape."""
+
+    if spec is None:
+        return False
+    known = spec
+
+    def read() -> int:
+        source = open_weights(path, known)
+        check_tensors(known, source)
+        return source.bytes()
+
+    return _attempt(results, name, read, lambda size: f"{size / 1e6:.0f} MB on disk") is not None
 
 
 def _same_ids(target: Tokenizer, drafter: Tokenizer) -> CheckResult:
