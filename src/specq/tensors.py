@@ -165,6 +165,11 @@ class FolderWeights:
         self.shape(name)
         return self._files[name].read(name)
 
+    def integers(self, name: str) -> Tensor:
+        """A tensor of whole numbers or booleans (a vocabulary map), as int64."""
+        self._require(name)
+        return self._files[name].read(name).long()
+
     def linear(self, prefix: str) -> Tensor | PackedWeight:
         """The matrix, packed where the files hold 4 bits. Raises UsageError for scales that are not finite."""
         return self._read_packed(prefix) if prefix in self._packed else self.tensor(f"{prefix}.weight")

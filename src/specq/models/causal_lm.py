@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specq.checkpoint import ModelSpec
+from specq.errors import UnsupportedError
 from specq.models.cache import KVCache
 from specq.models.layers import AttentionView, DecoderLayer, attention_view, frozen
 from specq.models.rope import RopeTable
+from specq.quant.linear import DenseLinear
 
 FeatureKind = Literal["final"] | tuple[int, ...] | None
 
@@ -130,6 +132,15 @@ class CausalLM(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Embedding rows [nodes, hidden] of int tokens [nodes], in the dtype of activations."""
         return F.embedding(tokens, self.embedding).to(self.dtype)
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows [ids, hidden] of the output head, for a drafter that knows these ids only.
+
+        Raises UnsupportedError when the head is not kept dense.
+        """
+        if not isinstance(self.head, DenseLinear):
+            raise UnsupportedError("a trimmed vocabulary cannot be cut from a quantized head")
+        return self.head.weight[ids]
 
     def logits(self, hidden: Tensor, *, act: str = "a16") -> Tensor:
         """The head's logits [rows, vocab] of final hidden states [rows, hidden], in fp32 (fp64 from fp64)."""

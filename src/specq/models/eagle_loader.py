@@ -1,0 +1,244 @@
+"""From a head's folder to an EagleHead, built from the tensors that are there; every one is accounted for.
+
+Configs of published heads are unreliable (facts/eagle.md section 2.3): biases, embeddings and trimmed vocabularies are
+decided by presence, the rest is checked against the target before any weight is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specq.checkpoint import ModelSpec, QuantSpec, RopeSpec, read_config
+from specq.errors import UnsupportedError
+from specq.models.causal_lm import CausalLM
+from specq.models.eagle import EagleHead, HeadSpec
+from specq.models.layers import DecoderLayer, SideBySide
+from specq.models.loader import fuse_rows
+from specq.models.rope import RopeTable
+from specq.quant.linear import make_linear
+from specq.tensors import FolderWeights
+
+FORMS_HINT = "specq reads EAGLE-1, EAGLE-2 and EAGLE-3 heads as their authors publish them"
+RENAMED = (("model.", ""), ("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))
+"""How other trainers call the same tensors, as prefixes."""
+
+ATTENTION, MLP = "layers.0.self_attn.", "layers.0.mlp."
+PRODUCTS = (
+    *(f"{ATTENTION}{name}_proj" for name in "qkvo"),
+    *(f"{MLP}{name}_proj" for name in ("gate", "up", "down")),
+)
+MLP_NORM = "layers.0.post_attention_layernorm.weight"
+EAGLE3_NORMS = {
+    "embedding": "layers.0.input_layernorm.weight",
+    "feature": "layers.0.hidden_norm.weight",
+    "output": "norm.weight",
+}
+
+
+def load_head(folder: Path, target: CausalLM) -> EagleHead:
+    """The head in a local folder, for this target, in the target's dtype and on its device.
+
+    Raises UnsupportedError, before weights are loaded, when it does not fit the target or is not of a known form.
+    """
+    files = HeadFiles(folder)
+    files.check_fit(target.spec)
+    return _build(files, target)
+
+
+class HeadFiles:
+    """The tensors of a head's folder under one set of names, its config, and what follows from both."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config: dict[str, Any] = read_config(folder)
+        quantization = self.config.get("quantization_config")
+        self._source = FolderWeights(folder, QuantSpec.from_config(quantization) if quantization else None)
+        self._names = {_plain_name(name): name for name in self._source.names()}
+        self.is_eagle3 = EAGLE3_NORMS["feature"] in self._names
+        self._refuse_unknown()
+        self.hidden, self.fc_inputs = self.shape("fc.weight")
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._names[name])
+
+    def tensor(self, name: str) -> Tensor:
+        return self._source.tensor(self._names[name])
+
+    def integers(self, name: str) -> Tensor:
+        return self._source.integers(self._names[name])
+
+    def linear(self, prefix: str) -> Any:
+        return self._source.linear(self._names[f"{prefix}.weight"].removesuffix(".weight"))
+
+    def spec(self, target_layers: int) -> HeadSpec:
+        """What the head is; sizes come from the tensors, the number of heads from the config."""
+        heads = int(self.config["num_attention_heads"])
+        kv_heads = int(self.config.get("num_key_value_heads") or heads)
+        return HeadSpec(
+            hidden=self.hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=self.shape(f"{ATTENTION}q_proj.weight")[0] // heads,
+            intermediate=self.shape(f"{MLP}gate_proj.weight")[0],
+            norm_eps=float(self.config.get("rms_norm_eps", 1e-6)),
+            vocab=self.draft_vocab,
+            feature_layers=self._feature_layers(target_layers) if self.is_eagle3 else None,
+        )
+
+    @property
+    def draft_vocab(self) -> int:
+        """Ids the head itself has logits for."""
+        if self.has("lm_head.weight"):
+            return self.shape("lm_head.weight")[0]
+        # Without a trimmed vocabulary the target's own head is used, padding and all.
+        return len(self.integers("d2t")) if self.has("d2t") else int(self.config["vocab_size"])
+
+    @property
+    def rope(self) -> RopeSpec:
+        """The head's own rotary base, never the target's: heads exist that were trained with another."""
+        return RopeSpec.from_config(self.config, max_positions=int(self.config.get("max_position_embeddings") or 2048))
+
+    def check_fit(self, spec: ModelSpec) -> None:
+        """Raise UnsupportedError naming the first size that does not go with a target of this spec."""
+        expected = 3 * spec.hidden if self.is_eagle3 else 2 * spec.hidden
+        if self.fc_inputs != expected or (not self.is_eagle3 and self.hidden != spec.hidden):
+            raise UnsupportedError(
+                f"the head's fc is [{self.hidden}, {self.fc_inputs}] and the target's hidden size is {spec.hidden}",
+                hint="take the head made for this model: specq check TARGET DRAFTER shows every test",
+            )
+        if not self.has("embed_tokens.weight") and self.hidden != spec.hidden:
+            raise UnsupportedError(
+                f"the head has hidden size {self.hidden}, the target {spec.hidden}, and brings no embedding",
+                hint="take the head made for this model",
+            )
+        if self.draft_vocab < spec.vocab and not self.has("d2t") and self.has("lm_head.weight"):
+            raise UnsupportedError(
+                f"the head knows {self.draft_vocab} of {spec.vocab} ids and has no `d2t` that says which",
+                hint="take a complete copy of the head",
+            )
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        head = self.spec(target_layers=8)  # layer numbers do not matter to shapes
+        inputs = 2 * self.hidden if self.is_eagle3 else self.hidden
+        q, kv = head.heads * head.head_dim, head.kv_heads * head.head_dim
+        expected = {
+            f"{ATTENTION}q_proj.weight": (q, inputs),
+            f"{ATTENTION}k_proj.weight": (kv, inputs),
+            f"{ATTENTION}v_proj.weight": (kv, inputs),
+            f"{ATTENTION}o_proj.weight": (self.hidden, q),
+            f"{MLP}gate_proj.weight": (head.intermediate, self.hidden),
+            f"{MLP}up_proj.weight": (head.intermediate, self.hidden),
+            f"{MLP}down_proj.weight": (self.hidden, head.intermediate),
+            MLP_NORM: (self.hidden,),
+        }
+        for name, shape in expected.items():
+            if self.shape(name) != shape:
+                raise UnsupportedError(
+                    f"`{name}` of the head is {list(self.shape(name))}, its other tensors and config say {list(shape)}",
+                    hint="check that config.json belongs to these weights",
+                )
+
+    def _feature_layers(self, target_layers: int) -> tuple[int, ...]:
+        """The layers whose entering states an EAGLE-3 head reads: early, middle and late unless the config says."""
+        named = self.config.get("eagle_aux_hidden_state_layer_ids")
+        return tuple(named) if named else (2, target_layers // 2, target_layers - 3)
+
+    def _refuse_unknown(self) -> None:
+        """Raise unless the tensors are exactly those of one of the known forms."""
+        needed = {"fc.weight", MLP_NORM, *(f"{name}.weight" for name in PRODUCTS)}
+        optional = {"fc.bias", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+        optional |= {f"{ATTENTION}{name}_proj.bias" for name in "qkv"}
+        if self.is_eagle3:
+            needed |= set(EAGLE3_NORMS.values())
+        missing = sorted(needed - self._names.keys())
+        if missing:
+            raise UnsupportedError(f"the head lacks `{missing[0]}`", hint=FORMS_HINT)
+        extra = sorted(name for name in self._names.keys() - needed - optional if "rotary_emb" not in name)
+        if extra:
+            raise UnsupportedError(f"the head holds `{extra[0]}`, which no form that specq reads has", hint=FORMS_HINT)
+        if self.config.get("bias") is True and not self.has("fc.bias"):
+            raise UnsupportedError(
+                "the head's config promises a bias of fc, and its weights have none", hint=FORMS_HINT
+            )
+
+
+def _build(files: HeadFiles, target: CausalLM) -> EagleHead:
+    spec = files.spec(target.spec.layers)
+
+    def vector(name: str) -> Tensor:
+        return files.tensor(name).to(target.device, target.dtype)
+
+    def bias_of(prefixes: Sequence[str]) -> Tensor | None:
+        present = [files.has(f"{prefix}.bias") for prefix in prefixes]
+        if any(present) and not all(present):
+            raise UnsupportedError("the head has a bias on some of q, k and v only", hint=FORMS_HINT)
+        return torch.cat([files.tensor(f"{prefix}.bias") for prefix in prefixes]) if all(present) else None
+
+    def product(*prefixes: str) -> nn.Module:
+        weights, bias = [files.linear(prefix) for prefix in prefixes], bias_of(prefixes)
+        fused = fuse_rows(weights)
+        place: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
+        if fused is not None:
+            return make_linear(fused, bias, **place)
+        biases = bias.split([w.shape[0] for w in weights]) if bias is not None else [None] * len(weights)
+        return SideBySide([make_linear(w, b, **place) for w, b in zip(weights, biases, strict=True)])
+
+    target_ids = None
+    if files.has("d2t"):
+        offsets = files.integers("d2t").long()
+        target_ids = (torch.arange(len(offsets)) + offsets).to(target.device)
+    return EagleHead(
+        spec,
+        target,
+        fc=product("fc"),
+        layer=DecoderLayer(
+            spec,
+            norms=(None, vector(MLP_NORM)),
+            head_norms=None,
+            qkv=product(*(f"{ATTENTION}{name}_proj" for name in "qkv")),
+            o=product(f"{ATTENTION}o_proj"),
+            gate_up=product(f"{MLP}gate_proj", f"{MLP}up_proj"),
+            down=product(f"{MLP}down_proj"),
+        ),
+        rope=RopeTable(files.rope, spec.head_dim, dtype=target.dtype, device=target.device),
+        embedding=_own_embedding(files, target),
+        norms={key: vector(name) for key, name in EAGLE3_NORMS.items()} if files.is_eagle3 else None,
+        output=_output(files, target, target_ids),
+        target_ids=target_ids,
+    )
+
+
+def _own_embedding(files: HeadFiles, target: CausalLM) -> Tensor | None:
+    """The head's embedding where it is not the target's (heads often ship a copy)."""
+    if not files.has("embed_tokens.weight"):
+        return None
+    own = files.tensor("embed_tokens.weight")
+    theirs = target.embedding
+    if own.shape == theirs.shape and torch.equal(own.to(theirs.device, theirs.dtype), theirs.data):
+        return None
+    return own.to(target.device, target.dtype)
+
+
+def _output(files: HeadFiles, target: CausalLM, target_ids: Tensor | None) -> nn.Module | None:
+    """The head's own output product; None where the target's serves."""
+    place: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
+    if files.has("lm_head.weight"):
+        return make_linear(files.linear("lm_head"), None, **place)
+    if target_ids is None:
+        return None
+    return make_linear(target.head_rows(target_ids), None, **place)
+
+
+def _plain_name(name: str) -> str:
+    for theirs, ours in RENAMED:
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+    return name
