@@ -46,7 +46,7 @@ class SafetensorsFile:
         from safetensors import SafetensorError, safe_open
 
         try:
-            self._file = safe_open(path, framework="pt", device="cpu").__enter__()
+            self._file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
             raise UsageError(f"`{path}` is not a whole safetensors file: {error}", hint=DOWNLOAD_AGAIN) from error
         self.headers: Mapping[str, Header] = {name: self._header(path, name) for name in self._file.keys()}  # noqa: SIM118
@@ -87,7 +87,8 @@ class TorchFile:
 def find_files(folder: Path) -> dict[str, tuple[str, ...]]:
     """File name -> the tensor names an index promises in it (empty without an index), for a model folder.
 
-    A single model.safetensors comes first, then an index, then one lone .safetensors file, then the same for .bin.
+    A single model.safetensors comes first, then its index, then one lone .safetensors file; only a folder without any
+    is searched for pytorch_model.bin and its index.
     Raises UsageError when there are no weights, or the choice is not clear.
     """
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
