@@ -47,7 +47,7 @@ def load_head(folder: Path, target: CausalLM) -> EagleHead:
     """
     files = HeadFiles(folder)
     files.check_fit(target.spec)
-    return _build(files, target)
+    return build_head(files, target)
 
 
 class HeadFiles:
@@ -170,7 +170,8 @@ class HeadFiles:
             )
 
 
-def _build(files: HeadFiles, target: CausalLM) -> EagleHead:
+def build_head(files: HeadFiles, target: CausalLM) -> EagleHead:
+    """The head of these files, which were found to fit the target."""
     spec = files.spec(target.spec.layers)
 
     def vector(name: str) -> Tensor:

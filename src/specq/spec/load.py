@@ -16,10 +16,11 @@ from specq.checkpoint import ModelSpec, read_generation_config
 from specq.errors import UnsupportedError, UsageError
 from specq.hub import Snapshot, resolve_model
 from specq.models.causal_lm import CausalLM
+from specq.models.eagle_loader import HeadFiles, build_head
 from specq.models.loader import check_memory, load_model, model_spec
 from specq.recipe import ModelRef, Recipe, Sampling, resolve
 from specq.spec.check import check_pair
-from specq.spec.pipelines import Parts, Seat
+from specq.spec.pipelines import HeadSeat, Parts, Seat, tree_shape
 from specq.spec.session import Generation, Pipeline
 from specq.spec.tree import MAX_NODES, chain
 from specq.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ log = logging.getLogger("specq")
 
 DEFAULT_CONTEXT = 8192
 PROBE_STEPS = 3
+MODEL_ROLES = ("target", "intermediate")
 
 
 def load_pipeline(
@@ -49,42 +51,70 @@ def load_pipeline(
     say = on_progress or (lambda text: None)
     recipe = recipe if isinstance(recipe, Recipe) else resolve(recipe)
     device = choose_device(device)
-    snapshots = {"target": _snapshot(recipe.target, offline, say)}
-    if recipe.intermediate is not None:
-        snapshots["intermediate"] = _snapshot(recipe.intermediate, offline, say)
-    specs = {role: model_spec(snapshot.path) for role, snapshot in snapshots.items()}
-    target = snapshots["target"].path
-    if "intermediate" in snapshots:
-        _require_fit(target, snapshots["intermediate"].path)
-    tokenizer = Tokenizer.load(target)
+    wanted = pipeline or recipe.pipeline.name
+    snapshots = {role: _snapshot(ref, offline, say) for role, ref in model_refs(recipe, wanted).items()}
+    models = {role: snapshot for role, snapshot in snapshots.items() if role in MODEL_ROLES}
+    specs = {role: model_spec(snapshot.path) for role, snapshot in models.items()}
+    heads = {role.removesuffix("_head"): HeadFiles(s.path) for role, s in snapshots.items() if role not in models}
+    if "intermediate" in models:
+        _require_fit(models["target"].path, models["intermediate"].path)
+    for role, files in heads.items():
+        files.check_fit(specs[role])
+    tokenizer = Tokenizer.load(models["target"].path)
     limit = choose_context(specs["target"], recipe.context if context is None else context)
     contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
     check_memory(
-        [(spec, snapshots[role].path, contexts[role]) for role, spec in specs.items()],
+        [(spec, models[role].path, contexts[role]) for role, spec in specs.items()],
         device=device,
         dtype=dtype,
     )
-    seats = {}
-    for role, snapshot in snapshots.items():
+    seats: dict[str, Seat | HeadSeat] = {}
+    for role, snapshot in models.items():
         say(f"loading {role} {snapshot.repo_id or snapshot.path.name}")
         model = load_model(snapshot.path, device=device, dtype=dtype)
+        head_files = heads.get(role)
         # Slots past the context hold the draft nodes of the last rounds.
-        seats[role] = Seat(model, model.new_cache(contexts[role] + MAX_NODES))
+        slots = contexts[role] + MAX_NODES
+        features = head_files.spec(specs[role].layers).features if head_files else None
+        seats[role] = Seat(model, model.new_cache(slots, features=features))
+        if head_files:
+            head = build_head(head_files, model)
+            seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + tree_shape(recipe).scratch_rows))
+    parts = Parts(**seats)  # type: ignore[arg-type]
     if device == "cpu":
-        set_threads(seats["target"].model, threads)
+        set_threads(parts.target.model, threads)
     loaded = Pipeline(
         recipe=recipe,
-        parts=Parts(**seats),
+        parts=parts,
         tokenizer=tokenizer,
         context=limit,
-        defaults=default_sampling(target),
+        defaults=default_sampling(models["target"].path),
         revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
     )
-    wanted = pipeline or recipe.pipeline.name
     if wanted == "auto":
         log.warning("pipeline auto: nothing is measured on this device yet, so plain decoding runs")
     loaded.use(wanted)
     return loaded
+
+
+def model_refs(recipe: Recipe, pipeline: str) -> dict[str, ModelRef]:
+    """Every model a recipe names, by the part of a pipeline it fills.
+
+    `drafter` is the target's head; in the hierarchical pipeline, where the head belongs to the intermediate, it is the
+    intermediate's unless that has one of its own.
+    """
+    refs: dict[str, ModelRef] = {"target": recipe.target}
+    inner, drafter = recipe.intermediate, recipe.drafter
+    head = ModelRef(model=drafter.model, revision=drafter.revision) if drafter.model else None
+    if inner is not None:
+        refs["intermediate"] = inner
+        if inner.drafter is not None:
+            refs["intermediate_head"] = inner.drafter
+        elif head is not None and pipeline == "hierarchical":
+            refs["intermediate_head"], head = head, None
+    if head is not None:
+        refs["target_head"] = head
+    return refs
 
 
 def generate(pipeline: Pipeline, prompt: str | Sequence[dict[str, str]], **options: Any) -> Generation:
