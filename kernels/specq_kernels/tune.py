@@ -28,12 +28,22 @@ LAYERS = {  # [out, in] of a layer's four products
     "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
 }
-SPLITS = (1, 2, 3, 4, 6, 8)
-TILES = {  # rows: (block_n, warps, stages)
-    16: ((64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 3), (128, 8, 4), (256, 8, 3)),
-    32: ((64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (128, 8, 2), (256, 8, 3)),
-    64: ((64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3), (256, 8, 2), (256, 8, 3), (256, 16, 2), (256, 16, 3)),
-}
+SPLITS = (1, 2, 3, 4, 5, 6, 8)
+TILES = {  # rows: (block_n, warps, stages, registers a thread or 0, weights straight to registers)
+    16: (
+        (64, 4, 2, 0, 1), (64, 4, 3, 0, 1), (64, 4, 4, 0, 1), (64, 4, 3, 80, 1), (64, 4, 3, 0, 0), (64, 4, 4, 0, 0),
+        (128, 4, 2, 0, 1), (128, 4, 3, 0, 1), (128, 4, 3, 160, 1), (128, 4, 3, 128, 1), (128, 4, 4, 0, 1),
+        (128, 8, 3, 0, 1), (128, 4, 3, 0, 0),
+    ),
+    32: (
+        (64, 4, 2, 0, 1), (64, 4, 3, 0, 1), (64, 4, 3, 0, 0), (128, 4, 2, 0, 1), (128, 4, 3, 0, 1), (128, 4, 3, 0, 0),
+        (128, 8, 2, 0, 1), (128, 8, 3, 0, 1),
+    ),
+    64: (
+        (64, 4, 2, 0, 1), (64, 4, 3, 0, 1), (64, 4, 2, 0, 0), (128, 4, 2, 0, 0), (128, 4, 2, 0, 1), (128, 8, 2, 0, 1),
+        (128, 8, 3, 0, 1), (256, 8, 3, 0, 0),
+    ),
+}  # fmt: skip
 PREFETCH = (0, 8)
 WEIGHT_OF_ROWS = {16: 4.0, 32: 1.0, 64: 1.0}  # decoding mostly verifies up to 16 rows
 
@@ -74,10 +84,18 @@ def parse_shape(name: str) -> list[tuple[int, int]]:
 def candidates(splits: Iterable[int]) -> list[configs.Config]:
     """Every configuration that is tried."""
     return [
-        {"split": split, "block_m": rows, "block_n": n, "warps": warps, "stages": stages, "prefetch": prefetch}
+        {
+            "split": split,
+            "block_m": rows,
+            "block_n": n,
+            "warps": warps,
+            "stages": stages,
+            "registers": regs, "direct": direct,
+            "prefetch": prefetch,
+        }
         for split in splits
         for rows, tiles in TILES.items()
-        for (n, warps, stages), prefetch in itertools.product(tiles, PREFETCH)
+        for (n, warps, stages, regs, direct), prefetch in itertools.product(tiles, PREFETCH)
     ]
 
 

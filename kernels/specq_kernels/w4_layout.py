@@ -1,9 +1,9 @@
 """The 4-bit weight as the kernel reads it: packed once at load, one layout for every number of rows.
 
-Layout. `packed` uint8 [N/16, K/C, 8*C] with C = 64 (32 for groups of 32): lane (g = lane/4, t = lane%4) of a warp owns
-C/4 contiguous bytes, one 32-bit word for each 16 k. Byte b = 2j + r of a word holds, low nibble first, rows h = 0 and
-1 of n = 16*block + 8h + g at k = 16*word + 8r + 2t + j: exactly the register fragment of a 64x16 wgmma A operand (and
-of mma.sync), so the dequantised tile never passes through shared memory.
+Layout. `packed` int32 [N/16, K/64, 128]: lane (g = lane/4, t = lane%4) of a warp owns four contiguous words, one for
+each 16 k. Bits 4*(h + 2r) + 16j of a word hold row n = 16*block + 8h + g at k = 16*word + 8r + 2t + j: exactly the
+register fragment of a 64x16 wgmma A operand (and of mma.sync), so a tile goes from memory to the tensor core in
+registers, 16 bytes a lane, and never passes through shared memory.
 `meta` int32 [K/256, words, N]: what a step of 256 k needs for a row n, by form (lower half of a word first):
   symmetric  the scales of two groups                               (zero point 8)
   zeros      scale, integer zero point                              (offset = -zero * scale, formed in fp32)
@@ -30,7 +30,7 @@ KERNEL_GROUPS = (32, 64, 128)
 class W4Weight:
     """A packed 4-bit matrix [N, K]; law w = scale * q + offset per group (see the module's docstring)."""
 
-    packed: Tensor  # uint8 [N/16, K/C, 8*C], padded
+    packed: Tensor  # int32 [N/16, K/64, 128], padded
     meta: Tensor  # int32 [K/256, words, N], padded
     counters: Tensor  # int32 [N/64], zero between calls: split-K's arrivals; one stream at a time
     shape: tuple[int, int]
@@ -48,7 +48,7 @@ class W4Weight:
         return self.packed.device
 
     def num_bytes(self) -> int:
-        return self.packed.numel() + 4 * self.meta.numel()
+        return 4 * (self.packed.numel() + self.meta.numel())
 
     def scale_offset(self) -> tuple[Tensor, Tensor]:
         """Scale and offset, fp32 [N, groups] each, padding and row order of the packed form."""
@@ -126,7 +126,7 @@ def pack_w4(
     steps = padded_k // STEP
     words = torch.nn.functional.pad(words, (0, 0, 0, steps - words.shape[1]))
     return W4Weight(
-        packed=pack_codes(codes, padded_k, chunk=32 if kernel_group == 32 else 64),
+        packed=pack_codes(codes, padded_k),
         meta=words.permute(1, 2, 0).contiguous(),
         counters=torch.zeros(padded_n // 64, dtype=torch.int32, device=codes.device),
         shape=(n, k),
@@ -137,25 +137,25 @@ def pack_w4(
     )
 
 
-def pack_codes(codes: Tensor, padded_k: int, *, chunk: int) -> Tensor:
-    """uint8 [N/16, K/chunk, 8*chunk] from codes int32 [N, K/8], low nibble first; N must divide by 16."""
-    out = torch.empty(codes.shape[0] // 16, padded_k // chunk, 8 * chunk, dtype=torch.uint8, device=codes.device)
+def pack_codes(codes: Tensor, padded_k: int) -> Tensor:
+    """int32 [N/16, K/64, 128] from codes int32 [N, K/8], low nibble first; N must divide by 16."""
+    out = torch.empty(codes.shape[0] // 16, padded_k // 64, 512, dtype=torch.uint8, device=codes.device)
     shifts = torch.tensor([0, 4], dtype=torch.uint8, device=codes.device)
     for first in range(0, codes.shape[0], 4096):  # bounds the unpacked copy: 4096 rows of 8192 are 32 MB
         part = codes[first : first + 4096].contiguous().view(torch.uint8)  # [rows, K/2]
         part = torch.nn.functional.pad(part, (0, padded_k // 2 - part.shape[1]))
         q = ((part.unsqueeze(-1) >> shifts) & 15).flatten(1)  # [rows, K]
-        q = q.view(-1, 2, 8, padded_k // chunk, chunk // 16, 2, 4, 2)  # nb h g kc kb r t j
-        q = q.permute(0, 3, 2, 6, 4, 7, 5, 1)  # nb kc g t kb j r h
+        q = q.view(-1, 2, 8, padded_k // 64, 4, 2, 4, 2)  # nb h g kc kb r t j
+        q = q.permute(0, 3, 2, 6, 4, 7, 5, 1)  # nb kc g t kb j r h: a byte is rows h = 0 (low) and 1
         out[first // 16 : first // 16 + q.shape[0]] = (q[..., 0] | (q[..., 1] << 4)).reshape(-1, *out.shape[1:])
-    return out
+    return out.view(torch.int32)
 
 
 def unpack_codes(packed: Tensor, padded_k: int) -> Tensor:
     """q uint8 [N, K] of `pack_codes`'s result, padding included."""
-    chunk = packed.shape[2] // 8
-    q = torch.stack([packed & 15, packed >> 4], -1)
-    q = q.view(packed.shape[0], packed.shape[1], 8, 4, chunk // 16, 2, 2, 2)  # nb kc g t kb j r h
+    octets = packed.view(torch.uint8)
+    q = torch.stack([octets & 15, octets >> 4], -1)
+    q = q.view(packed.shape[0], packed.shape[1], 8, 4, 4, 2, 2, 2)  # nb kc g t kb j r h
     return q.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(packed.shape[0] * 16, padded_k)
 
 

@@ -90,6 +90,8 @@ def _product(
     partials = x.new_empty(split * rows * padded_n if split > 1 else 1, dtype=torch.float32)
     early = has_dependent_launch(x)
     options = {} if interpreted() else {"num_warps": config["warps"], "launch_pdl": early}
+    if config.get("registers") and not interpreted():
+        options["maxnreg"] = config["registers"]
     _w4a16_kernel[(padded_n // config["block_n"], split)](
         x, weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, partials, weight.counters,
@@ -99,14 +101,14 @@ def _product(
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         SILU=weight.is_gate_up, EVEN_K=k == padded_k, EVEN_M=rows == config["block_m"],
         PTX=x.is_cuda and torch.version.cuda is not None,
-        EARLY=early, PREFETCH=config.get("prefetch", 0), **options,
+        EARLY=early, PREFETCH=config.get("prefetch", 0), DIRECT=bool(config.get("direct", 0)), **options,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _unpack_bf16(q):
-    """Four bytes of a lane (8 codes) to bf16 128 + code, exact: two tensors, k offset 0 and 8."""
+    """Eight codes of a word to four words of two bf16 each, 128 + code, exact: (h, r) = 00, 10, 01, 11."""
     return tl.inline_asm_elementwise(
         asm="""{
         .reg .b32 a, b, c;
@@ -118,12 +120,13 @@ def _unpack_bf16(q):
         lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
         lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
         }""",
-        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)  # fmt: skip
+        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def _unpack_fp16(q):
-    """As `_unpack_bf16` in fp16: 1024 + code in rows h = 0, 1024 + 16 * code in rows h = 1 (one shift for both)."""
+    """As `_unpack_bf16` in fp16: 1024 + code in rows h = 0, 1024 + 16 * code in rows h = 1 (one shift for four words)."""
     return tl.inline_asm_elementwise(
         asm="""{
         .reg .b32 a;
@@ -133,24 +136,49 @@ def _unpack_fp16(q):
         lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
         lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
         }""",
-        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)  # fmt: skip
+        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pair(words, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The two values (j = 0, 1) of each word: 16-bit floats, or codes in bits 0 and 16 of the portable form."""
+    if PTX:
+        low = words.to(tl.int16).to(dtype, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        low = (words & 15).to(dtype)
+        high = ((words >> 16) & 15).to(dtype)
+    return tl.join(low, high)
 
 
 @triton.jit
 def _codes_tile(q, dtype: tl.constexpr, PTX: tl.constexpr, NB: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr):
-    """Bytes [NB, KC*8*16*KB] to codes [16*NB, 16*KC*KB] in `dtype`; the PTX forms add a power of two (MAGIC)."""
+    """Words [NB, KC*32*KB] to codes [16*NB, 16*KC*KB] in `dtype`; the PTX forms add a power of two (MAGIC)."""
     if PTX:
         if dtype == tl.bfloat16:
-            low, high = _unpack_bf16(q)
+            w0, w1, w2, w3 = _unpack_bf16(q)
         else:
-            low, high = _unpack_fp16(q)
-        w = tl.reshape(tl.join(low, high), (NB, KC, 8, 4, KB, 2, 2, 2))  # nb kc g t kb h j r
-        w = tl.trans(w, 0, 5, 2, 1, 4, 7, 3, 6)
+            w0, w1, w2, w3 = _unpack_fp16(q)
     else:
-        w = tl.join(q & 15, q >> 4).to(dtype)
-        w = tl.reshape(w, (NB, KC, 8, 4, KB, 2, 2, 2))  # nb kc g t kb j r h
-        w = tl.trans(w, 0, 7, 2, 1, 4, 6, 3, 5)
-    return tl.reshape(w, (NB * 16, KC * KB * 16))  # (nb h g), (kc kb r t j)
+        w0, w1, w2, w3 = q, q >> 4, q >> 8, q >> 12
+    first = tl.join(_pair(w0, dtype, PTX), _pair(w1, dtype, PTX))
+    second = tl.join(_pair(w2, dtype, PTX), _pair(w3, dtype, PTX))
+    w = tl.reshape(tl.join(first, second), (NB, KC, 8, 4, KB, 2, 2, 2))  # nb kc g t kb j h r
+    return tl.reshape(tl.trans(w, 0, 6, 2, 1, 4, 7, 3, 5), (NB * 16, KC * KB * 16))  # (nb h g), (kc kb r t j)
+
+
+@triton.jit
+def _two_chunks(a, b, NB: tl.constexpr):
+    """Words of two neighbouring chunks of 64 k, [NB, 2*128]."""
+    return tl.reshape(tl.trans(tl.join(a, b), 0, 2, 1), (NB, 256))
+
+
+@triton.jit
+def _half_chunk(a, half: tl.constexpr, NB: tl.constexpr):
+    """Words of the first or second 32 k of a chunk, [NB, 64]."""
+    first, second = tl.split(tl.trans(tl.reshape(a, (NB, 32, 2, 2)), 0, 1, 3, 2))
+    return tl.reshape(first if half == 0 else second, (NB, 64))
 
 
 @triton.jit
@@ -162,9 +190,9 @@ def _half_to_float(bits, FP16: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_weights(w_ptr, row_bytes, first_byte, num_bytes, pid_n, NB: tl.constexpr):
+def _prefetch_weights(w_ptr, row_words, first_word, num_bytes, pid_n, NB: tl.constexpr):
     """Ask for this program's first weights in L2; they do not depend on the kernel before."""
-    address = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64) * row_bytes + first_byte
+    address = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64) * row_words + first_word
     tl.inline_asm_elementwise(
         asm="""{
         .reg .pred p;
@@ -209,7 +237,7 @@ def _w4a16_kernel(
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
-    PTX: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of W x.T over one of SPLIT ranges of K; layout of `w` and `meta` in w4_layout.
 
@@ -218,9 +246,6 @@ def _w4a16_kernel(
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     NB: tl.constexpr = BLOCK_N // 16
-    KB: tl.constexpr = 2 if GROUP == 32 else 4
-    KC: tl.constexpr = GROUP // (16 * KB)
-    BYTES: tl.constexpr = GROUP * 8  # of one group and 16 rows
     GROUPS: tl.constexpr = 256 // GROUP  # groups a step
     WORDS: tl.constexpr = 5 if FORM == 3 else (GROUPS // 2 if FORM == 0 else GROUPS)
     MAGIC: tl.constexpr = (128.0 if dtype == tl.bfloat16 else 1024.0) if PTX else 0.0
@@ -233,26 +258,36 @@ def _w4a16_kernel(
     steps = padded_k // 256
     first = pid_k * steps // SPLIT
     last = (pid_k + 1) * steps // SPLIT
-    row_bytes = padded_k * 8
+    row_words = padded_k * 2  # of 16 rows
+    w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_words + tl.arange(0, 128)[None, :]
+    if EARLY and PREFETCH > 0:
+        num = tl.minimum(last - first, PREFETCH) * 2048
+        _prefetch_weights(w_ptr, row_words, first * 512, num, pid_n, NB)
+    if DIRECT:
+        c0, c1, c2, c3 = _load_step(w_ptrs, first, DIRECT)  # weights do not depend on the kernel before
     if EARLY:
-        if PREFETCH > 0:
-            num = tl.minimum(last - first, PREFETCH) * 2048
-            _prefetch_weights(w_ptr, row_bytes, first * 2048, num, pid_n, NB)
         tl.extra.cuda.gdc_wait()
 
     offs_row = tl.arange(0, BLOCK_N)
     offs_n = pid_n * BLOCK_N + offs_row
     factor = tl.where(offs_row % 16 < 8, 1.0, HIGH_ROWS)
     inverse = tl.where(offs_row % 16 < 8, 1.0, 1.0 / HIGH_ROWS)
-    w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_bytes + tl.arange(0, BYTES)[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
+        if not DIRECT:
+            c0, c1, c2, c3 = _load_step(w_ptrs, step, DIRECT)
         meta_ptrs = meta_ptr + step * (WORDS * padded_n) + offs_n
         if FORM == 3:
             top = tl.load(meta_ptrs)
         for j in tl.static_range(GROUPS):
             group = step * GROUPS + j
-            w = _codes_tile(tl.load(w_ptrs + group * BYTES), dtype, PTX, NB, KC, KB)
+            if GROUP == 128:
+                w = _codes_tile(_two_chunks(c0, c1, NB) if j == 0 else _two_chunks(c2, c3, NB), dtype, PTX, NB, 2, 4)
+            elif GROUP == 64:
+                w = _codes_tile(c0 if j == 0 else c1 if j == 1 else c2 if j == 2 else c3, dtype, PTX, NB, 1, 4)
+            else:
+                chunk = c0 if j < 2 else c1 if j < 4 else c2 if j < 6 else c3
+                w = _codes_tile(_half_chunk(chunk, j % 2, NB), dtype, PTX, NB, 1, 2)
             minimum = inverse
             if FORM == 0:
                 word = tl.load(meta_ptrs + (j // 2) * padded_n) >> (16 * (j % 2))
@@ -274,6 +309,8 @@ def _w4a16_kernel(
                     minimum = _half_to_float(word >> 16, SCALE_FP16)
             acc = _add_group(acc, w, x_ptr, sums_ptr, group, rows, k_size, scale, shift, minimum,
                              GROUP, BLOCK_M, EVEN_K, EVEN_M, FORM >= 2)  # fmt: skip
+        if DIRECT:
+            c0, c1, c2, c3 = _load_step(w_ptrs, tl.minimum(step + 1, last - 1), DIRECT)
 
     is_last = True
     if SPLIT > 1:
@@ -292,6 +329,14 @@ def _w4a16_kernel(
     if is_last:
         _finish(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
                 BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+
+
+@triton.jit
+def _load_step(w_ptrs, step, DIRECT: tl.constexpr):
+    """The words of a step of 256 k, four chunks; volatile keeps the compiler from staging them in shared memory."""
+    at = w_ptrs + step * 512
+    return (tl.load(at, volatile=DIRECT), tl.load(at + 128, volatile=DIRECT), tl.load(at + 256, volatile=DIRECT),
+            tl.load(at + 384, volatile=DIRECT))  # fmt: skip
 
 
 @triton.jit
