@@ -14,11 +14,13 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from specq.errors import UnsupportedError, UsageError
+from specq.errors import SpecqError, UnsupportedError, UsageError
 from specq.gguf_header import GgufArray, read_array, read_header
 
 # Kinds of tokens, as the GGUF specification numbers them.
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+SPACE = "\u2581"
+CONVERSION = 1  # one more whenever the same metadata becomes another tokenizer.json: older ones lie in caches
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -74,7 +76,7 @@ def convert(path: Path) -> Path:
     from specq import hub
 
     metadata = read_metadata(gguf_file(path))
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([CONVERSION, metadata], sort_keys=True).encode()).hexdigest()
     target = hub.cache_dir() / "tokenizers" / f"gguf-{digest[:32]}"
     return hub.build_folder(target, lambda empty: write_tokenizer(metadata, empty))
 
@@ -82,9 +84,14 @@ def convert(path: Path) -> Path:
 def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json (chat template inside) from GGUF metadata.
 
-    Raises: UnsupportedError for a kind of tokenizer that specq cannot rebuild exactly.
+    Raises: UnsupportedError for a kind of tokenizer that specq cannot rebuild, UsageError for a damaged one.
     """
-    backend = build_tokenizer(metadata)
+    try:
+        backend = build_tokenizer(metadata)
+    except SpecqError:
+        raise
+    except Exception as error:  # the Rust side raises Exception itself
+        raise UsageError(f"the tokenizer of the GGUF file is damaged: {error}", hint="download it again") from error
     backend.save(str(folder / "tokenizer.json"))
     tokens = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -100,32 +107,68 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
-    """The byte-level BPE tokenizer that GGUF metadata describes; every control token stays one id."""
+    """The BPE tokenizer that GGUF metadata describes; every control token stays one id."""
     kind = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise UsageError(
+            "the GGUF file holds no tokenizer", hint="put the tokenizer.json of the original model beside it"
+        )
+    tokens, types = _used_tokens(metadata)
+    if kind == "gpt2" and pre in PRE_TOKENIZERS:
+        backend = _byte_level(PRE_TOKENIZERS[pre], tokens, metadata["tokenizer.ggml.merges"])
+        adds_bos = PRE_TOKENIZERS[pre] == "llama3"
+    elif kind == "llama" and "tokenizer.ggml.scores" in metadata:
+        has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+        backend = _pieces(tokens, types, metadata["tokenizer.ggml.scores"], has_prefix=has_prefix)
+        adds_bos = True
+    else:
         raise UnsupportedError(
             f"the GGUF file has a tokenizer of the kind `{kind}`, `{pre}`: "
-            f"specq rebuilds `gpt2` with {', '.join(sorted(PRE_TOKENIZERS))}",
+            f"specq rebuilds `llama`, and `gpt2` with {', '.join(sorted(PRE_TOKENIZERS))}",
             hint="put the tokenizer.json of the original model beside the GGUF file",
         )
-    cut = PRE_TOKENIZERS[pre]
-    tokens, types = _used_tokens(metadata)
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    special = (CONTROL, UNKNOWN) if kind == "llama" else (CONTROL,)
+    added = [(token, type_) for token, type_ in zip(tokens, types, strict=True) if type_ in (*special, USER_DEFINED)]
+    backend.add_tokens([AddedToken(token, special=type_ in special, normalized=False) for token, type_ in added])
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    # llama.cpp's default where the file does not say
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
+        backend.post_processor = processors.TemplateProcessing(
+            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
+        )
+    return backend
+
+
+def _byte_level(cut: str, tokens: list[str], merges: list[str]) -> tokenizers.Tokenizer:
+    """GPT-2's kind: every byte has a token, merges are written down."""
     vocab = {token: index for index, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=cut == "llama3"))
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=cut == "llama3"))
     if cut == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(cut)
     backend.decoder = decoders.ByteLevel()
-    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
-    backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    # llama.cpp adds BOS to the Llama 3 kind also where the file does not say so
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", cut == "llama3"):
-        backend.post_processor = processors.TemplateProcessing(
-            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
-        )
+    return backend
+
+
+def _pieces(tokens: list[str], types: list[int], scores: list[float], *, has_prefix: bool) -> tokenizers.Tokenizer:
+    """Sentencepiece's BPE: two neighbours merge when they make a piece, the piece of the best score first."""
+    vocab = {token: index for index, token in enumerate(tokens)}
+    made = [
+        (-scores[vocab[piece]], vocab[piece[:cut]], vocab[piece[cut:]])
+        for piece, type_ in zip(tokens, types, strict=True)
+        if type_ == NORMAL
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    merges = [(tokens[left], tokens[right]) for _, left, right in sorted(made)]
+    unknown = next((token for token, type_ in zip(tokens, types, strict=True) if type_ == UNKNOWN), None)
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if has_prefix else spaces
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if has_prefix else parts)
     return backend
 
 

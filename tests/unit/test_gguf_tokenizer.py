@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_tokenizers import CHATML, gguf_metadata, write_gguf
@@ -66,6 +67,48 @@ def test_loaded_gguf_keeps_control_tokens_single_and_text_whole(pre: str, tmp_pa
     assert "[PAD1]" not in tokenizer.id_table().values()
 
 
+PIECES = ["\u2581", "t", "h", "e", "c", "a", "\u2581t", "he", "\u2581the", "ca", "cat", "\u2581cat"]
+
+
+def pieces_metadata(**changes: Any) -> dict[str, Any]:
+    """A vocabulary as sentencepiece trains it: later pieces have lower scores."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, "<tool>"]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(PIECES))] + [0.0],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(PIECES) + [4],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("the cat", ["<s>", "\u2581the", "\u2581cat"]),
+        ("  the", ["<s>", "\u2581", "\u2581", "\u2581the"]),
+        ("at\u00e9", ["<s>", "\u2581", "a", "t", "<0xC3>", "<0xA9>"]),
+        ("he</s><tool>", ["<s>", "\u2581", "he", "</s>", "<tool>"]),
+        ("", ["<s>"]),
+    ],
+)
+def test_sentencepiece_vocabulary_merges_by_score(text: str, pieces: list[str], tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_gguf(tmp_path, pieces_metadata()))
+    ids = tokenizer.encode(text)
+    assert [tokenizer.backend.id_to_token(index) for index in ids] == pieces
+    assert tokenizer.decode(ids) == text.replace("</s>", "")
+    assert tokenizer.special_ids == {0, 1, 2}
+
+
+def test_sentencepiece_vocabulary_without_its_first_space() -> None:
+    metadata = pieces_metadata(**{"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False})
+    backend = gguf_tokenizer.build_tokenizer(metadata)
+    assert backend.encode("cat the").tokens == ["cat", "\u2581the"]
+    assert backend.decode(backend.encode(" cat").ids) == " cat"
+
+
 def test_gguf_tokenizer_is_converted_once(tmp_path: Path) -> None:
     file = write_gguf(tmp_path, gguf_metadata("smollm"))
     first = gguf_tokenizer.convert(file)
@@ -79,6 +122,22 @@ def test_unknown_kind_is_refused_with_the_kinds_that_work(change: dict[str, str]
     with pytest.raises(UnsupportedError, match="smollm") as caught:
         gguf_tokenizer.build_tokenizer(gguf_metadata("smollm", **change))
     assert next(iter(change.values())) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer.ggml.merges": ["x nowhere"]}, "is damaged"),
+        ({"tokenizer.ggml.token_type": [1]}, "is damaged"),
+        ({"tokenizer.ggml.bos_token_id": 10**6, "tokenizer.ggml.add_bos_token": True}, "is damaged"),
+        ({"tokenizer.ggml.tokens": None}, "holds no tokenizer"),
+    ],
+)
+def test_damaged_vocabulary_is_one_message(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    metadata = {key: value for key, value in gguf_metadata("smollm", **changes).items() if value is not None}
+    with pytest.raises(UsageError, match=message):
+        gguf_tokenizer.write_tokenizer(metadata, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
