@@ -1,0 +1,157 @@
+"""Text that calibrates and text that evaluates, as token ids of one model; the two never share a document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specq.errors import OfflineError, SpecqError, UsageError
+from specq.hub import is_offline
+from specq.tokenizer import Tokenizer
+
+BUNDLED = "bundled"
+HUB_PREFIX = "hub:"
+DOCUMENT_SEPARATOR = "\n\f\n"
+HUB_SUFFIXES = (".jsonl", ".txt")
+LEAST_TOKENS = 16
+"""A shorter sequence says nothing."""
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """Sequences of equal length [samples, seq_len] (int64), where they come from, and a hash of their ids."""
+
+    tokens: Tensor
+    origin: str
+
+    @property
+    def digest(self) -> str:
+        """sha256 of shape and ids: two runs with the same digest saw the same tokens."""
+        shape = "x".join(map(str, self.tokens.shape))
+        return hashlib.sha256(f"{shape}:".encode() + self.tokens.numpy().tobytes()).hexdigest()
+
+
+def calibration_tokens(
+    tokenizer: Tokenizer, source: str, *, samples: int, seq_len: int, offline: bool | None = None
+) -> TokenSet:
+    """At most `samples` sequences of `seq_len` tokens, spread evenly over the text of `source`.
+
+    `source` is "bundled", a .txt or .jsonl file, or hub:ORG/DATASET[/FILE]. Raises UsageError where there is not
+    one whole sequence in it.
+    """
+    if source == BUNDLED:
+        documents, origin = _bundled("calibration"), BUNDLED
+    elif source.startswith(HUB_PREFIX):
+        path, origin = _hub_file(source.removeprefix(HUB_PREFIX), offline)
+        documents = _file_documents(path, tokenizer)
+    else:
+        path = Path(source).expanduser()
+        documents, origin = _file_documents(path, tokenizer), f"file {path.name}"
+    return TokenSet(_sequences(tokenizer, documents, samples, seq_len, origin), origin)
+
+
+def evaluation_tokens(tokenizer: Tokenizer, *, samples: int, seq_len: int) -> TokenSet:
+    """Sequences of the bundled evaluation text, as `calibration_tokens`."""
+    documents = _bundled("evaluation")
+    return TokenSet(_sequences(tokenizer, documents, samples, seq_len, BUNDLED), BUNDLED)
+
+
+def _bundled(name: str) -> Iterator[str]:
+    text = (Path(__file__).parent / "text" / f"{name}.txt").read_text(encoding="utf-8")
+    yield from text.split(DOCUMENT_SEPARATOR)
+
+
+def _sequences(tokenizer: Tokenizer, documents: Iterator[str], samples: int, seq_len: int, origin: str) -> Tensor:
+    """[samples, seq_len] ids, each sequence begun as the tokenizer begins a text (with BOS where it has one)."""
+    start = tokenizer.encode("")
+    length = seq_len - len(start)
+    if length < LEAST_TOKENS:
+        raise UsageError(
+            f"sequences of {seq_len} tokens are too short", hint=f"give --seq-len {LEAST_TOKENS * 2} or more"
+        )
+    ids: list[int] = []
+    for document in documents:
+        ids += tokenizer.encode(document, special_tokens=False)
+    available = len(ids) // length
+    if available == 0:
+        raise UsageError(
+            f"calibration text `{origin}` has {len(ids)} tokens, less than one sequence of {seq_len}",
+            hint=f"give more text, or --seq-len {max(len(ids) // 8, 2 * LEAST_TOKENS)}",
+        )
+    count = min(samples, available)
+    chosen = [i * available // count for i in range(count)]
+    return torch.tensor([[*start, *ids[i * length : (i + 1) * length]] for i in chosen])
+
+
+def _file_documents(path: Path, tokenizer: Tokenizer) -> Iterator[str]:
+    """The documents of a text file (one), or of a .jsonl file: a line each, with `text` or `messages`."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(
+            f"calibration file `{path}` does not exist", hint="--calib takes bundled, a file or hub:ORG/DATASET"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"calibration file `{path}` cannot be read as text: {error}") from None
+    if path.suffix != ".jsonl":
+        yield from content.split(DOCUMENT_SEPARATOR)
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            yield _document(line, f"{path.name}:{number}", tokenizer)
+
+
+def _document(line: str, where: str, tokenizer: Tokenizer) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise UsageError(f"`{where}` is not JSON", hint="a .jsonl file holds one JSON object a line") from None
+    if isinstance(record, dict) and isinstance(record.get("text"), str):
+        return record["text"]
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        if tokenizer.chat_template is None:
+            raise UsageError(
+                f"`{where}` holds messages, and the model has no chat template", hint="give `text` instead"
+            )
+        return tokenizer.render_chat(record["messages"], add_generation_prompt=False)
+    raise UsageError(f"`{where}` has neither `text` nor `messages`", hint='for example {"text": "..."}')
+
+
+def _hub_file(name: str, offline: bool | None) -> tuple[Path, str]:
+    """A text file of a Hub dataset, in the Hub's cache, and what to call it with its revision."""
+    import huggingface_hub as hub
+
+    parts = name.split("/", 2)
+    if len(parts) < 2 or not all(parts):
+        raise UsageError(
+            f"`{HUB_PREFIX}{name}` names no dataset", hint="for example --calib hub:ORG/DATASET/file.jsonl"
+        )
+    repo = "/".join(parts[:2])
+    if is_offline(offline) and len(parts) < 3:
+        raise OfflineError(
+            f"the files of dataset `{repo}` cannot be listed offline", hint="name one: hub:ORG/DATASET/file.jsonl"
+        )
+    try:
+        if len(parts) == 3:
+            file = parts[2]
+        else:
+            files = sorted(hub.HfApi().list_repo_files(repo, repo_type="dataset"))
+            texts = [file for file in files if file.endswith(HUB_SUFFIXES)]
+            if not texts:
+                raise UsageError(
+                    f"dataset `{repo}` holds no .jsonl or .txt file", hint="convert it, and give the file with --calib"
+                )
+            file = texts[0]
+        path = hub.hf_hub_download(repo, file, repo_type="dataset", local_files_only=is_offline(offline))
+    except hub.errors.LocalEntryNotFoundError:
+        raise OfflineError(f"`{file}` of dataset `{repo}` is not in the cache", hint="run once with network") from None
+    except (hub.errors.HfHubHTTPError, OSError) as error:
+        raise SpecqError(f"dataset `{repo}` cannot be fetched: {' '.join(str(error).split())}") from None
+    revision = Path(path).parts[Path(path).parts.index("snapshots") + 1] if "snapshots" in Path(path).parts else "?"
+    return Path(path), f"{HUB_PREFIX}{repo}/{file} at {revision}"

@@ -1,0 +1,195 @@
+"""The finished folder: sharded safetensors, configs, tokenizer, chat template and model card.
+
+Only known files are copied from the source, none through a link out of it, and nothing that is code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specq.checkpoint import ModelSpec, QuantSpec, read_config
+from specq.compress.plan import Plan, Settings
+from specq.environment import package_version
+from specq.models.loader import expected_tensors
+from specq.tensor_files import safe_path
+from specq.tensors import WeightSource, gguf_config
+from specq.tokenizer import Tokenizer
+
+SHARD_BYTES = 4 << 30
+INDEX = "model.safetensors.index.json"
+COPIED = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
+)
+LOCAL_KEYS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "auto_map")
+"""Keys of configs that hold paths of whoever saved them, or name code that is not copied."""
+
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def written_dtype(spec: ModelSpec) -> torch.dtype:
+    """The 16-bit type of what is not quantized: the source's own, bfloat16 for a source in fp32."""
+    return torch.float16 if spec.dtype == "float16" else torch.bfloat16
+
+
+def dense_tensors(spec: ModelSpec, source: WeightSource, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that stays in 16 bits, by name, in the order of the model; read as it is asked for."""
+    packed = {f"{matrix.name}.weight" for matrix in plan.matrices if matrix.grid is not None}
+    for name in expected_tensors(spec):
+        if not name.startswith("model.layers.") or name.split(".", 3)[3] not in packed:
+            yield name, source.tensor(name).to(written_dtype(spec)).contiguous()
+
+
+def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> int:
+    """Writes the tensors as one file, or as shards of at most `shard_bytes` with their index; returns their bytes."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = waiting = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and waiting + tensor.nbytes > shard_bytes:
+            flush()
+            waiting = 0
+        pending[name] = tensor
+        waiting += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / "model.safetensors")
+        return total
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return total
+
+
+def write_configs(folder: Path, source: Path, spec: ModelSpec, plan: Plan, settings: Settings) -> None:
+    """Writes config.json with its quantization_config, and quantize_config.json where the format has one."""
+    config = {key: value for key, value in source_config(source).items() if key not in LOCAL_KEYS}
+    quantization = quantization_config(plan, settings)
+    dtype = DTYPE_NAMES[written_dtype(spec)]
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    write_json(folder / "config.json", {**config, key: dtype, "quantization_config": quantization})
+    if settings.format == "gptq":
+        write_json(folder / "quantize_config.json", quantization)
+
+
+def source_config(source: Path) -> dict[str, Any]:
+    """The source's config.json, or what a GGUF file's header makes of one."""
+    blocks = gguf_file(source)
+    config = dict(read_config(source)) if blocks is None else dict(gguf_config(blocks))
+    config.pop("quantization_config", None)
+    return config
+
+
+def gguf_file(source: Path) -> Path | None:
+    """The GGUF file of a model that comes as one."""
+    if source.suffix == ".gguf":
+        return source
+    files = sorted(source.glob("*.gguf"))
+    return files[0] if files and not (source / "config.json").is_file() else None
+
+
+def quantization_config(plan: Plan, settings: Settings) -> dict[str, Any]:
+    """What readers need to know: the keys of AutoGPTQ and its successors, or compressed-tensors' own."""
+    skipped = [matrix.name for matrix in plan.matrices if matrix.grid is None]
+    if settings.format == "compressed-tensors":
+        return _compressed_tensors_config(plan, settings, skipped)
+    config: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": plan.group_size,
+        "desc_act": settings.stored_order,
+        "sym": settings.symmetric,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+        "format": "gptq",
+        "pack_dtype": "int32",
+        "meta": {"quantizer": [f"specq:{package_version('specq')}"], "method": settings.method},
+    }
+    if skipped:
+        config["dynamic"] = {f"-:.*\\.{name.replace('.', chr(92) + '.')}$": {} for name in skipped}
+    return config
+
+
+def _compressed_tensors_config(plan: Plan, settings: Settings, skipped: list[str]) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": settings.symmetric,
+        "strategy": "channel" if plan.group_size == -1 else "group",
+        "group_size": None if plan.group_size == -1 else plan.group_size,
+        "actorder": "group" if settings.stored_order else None,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+                "format": "pack-quantized",
+            }
+        },
+        "ignore": ["lm_head", *(f"re:.*{name.replace('.', chr(92) + '.')}$" for name in skipped)],
+        "kv_cache_scheme": None,
+    }
+
+
+def quant_spec(plan: Plan, settings: Settings) -> QuantSpec:
+    """How the written matrices are stored, as a reader sees it."""
+    return QuantSpec.from_config(quantization_config(plan, settings))
+
+
+def copy_companions(folder: Path, source: Path, tokenizer: Tokenizer) -> None:
+    """Copies tokenizer and generation settings; the chat template also as chat_template.jinja."""
+    origin = source
+    if gguf_file(source) is not None:
+        from specq import gguf_tokenizer
+
+        origin = gguf_tokenizer.convert(source)
+        extra = (source if source.is_dir() else source.parent) / "generation_config.json"
+        if source.is_dir() and extra.is_file():
+            (folder / extra.name).write_bytes(safe_path(source, extra.name).read_bytes())
+    for name in COPIED:
+        if (origin / name).is_file() and not (folder / name).exists():
+            (folder / name).write_bytes(safe_path(origin, name).read_bytes())
+    settings = origin / "tokenizer_config.json"
+    if settings.is_file():
+        read = json.loads(safe_path(origin, settings.name).read_text(encoding="utf-8"))
+        write_json(folder / settings.name, {key: value for key, value in read.items() if key not in LOCAL_KEYS})
+    if tokenizer.chat_template is not None and not (folder / "chat_template.jinja").exists():
+        (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON object a person can read."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
