@@ -139,7 +139,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, view: AttentionView) -> Tensor:
         return out[0].transpose(0, 1).reshape(nodes, heads * head_dim)
     rows = q.reshape(nodes, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=view.mask)  # [1, kv_heads, nodes * group, head_dim]
-    return out.view(kv_heads, nodes, -1).transpose(0, 1).reshape(nodes, heads * head_dim)
+    # The kernels of a GPU lay their output out in other orders, so this may copy.
+    return out.reshape(kv_heads, nodes, -1).transpose(0, 1).reshape(nodes, heads * head_dim)
 
 
 def attention_view(
