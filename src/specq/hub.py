@@ -18,6 +18,8 @@ from specq.errors import DiskFullError, OfflineError, UsageError
 
 DEMO_NAME = "specq:demo"
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 # called with a line that says what is going on, several times a second while bytes come
 Progress = Callable[[str], None]
@@ -45,9 +47,10 @@ def resolve_model(
 
         return Snapshot(demo_folder(offline=offline, progress=progress))
     path = Path(name).expanduser()
-    if path.exists() or name.startswith(("/", "./", "../", "~")):
+    is_hub_id = HUB_ID.fullmatch(name) is not None
+    if _holds_model(path) or name.startswith(("/", "./", "../", "~")) or (path.exists() and not is_hub_id):
         return Snapshot(_check_local(path))
-    if not HUB_ID.fullmatch(name):
+    if not is_hub_id:
         raise UsageError(
             f"`{name}` is neither a folder, a .gguf file nor a Hub id",
             hint=_suggest(path) or "a Hub id has one slash, such as HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -71,15 +74,13 @@ def _check_local(path: Path) -> Path:
     """The path itself when it holds a model; what was found there instead is in the message."""
     if not path.exists():
         raise UsageError(f"`{path}` does not exist", hint=_suggest(path))
+    if _holds_model(path):
+        return path
     if path.is_file():
-        if path.suffix == ".gguf":
-            return path
         raise UsageError(
             f"`{path}` is not a model: it is neither a folder nor a .gguf file",
             hint=f"name its folder: {path.parent}" if (path.parent / "config.json").is_file() else None,
         )
-    if (path / "config.json").is_file() or any(path.glob("*.gguf")):
-        return path
     found = sorted(entry.name for entry in path.iterdir())
     shown = ", ".join(found[:6]) + (", ..." if len(found) > 6 else "")
     below = [child for child in sorted(path.iterdir()) if (child / "config.json").is_file()]
@@ -87,6 +88,10 @@ def _check_local(path: Path) -> Path:
         f"`{path}` holds neither a config.json nor a .gguf file: {shown or 'it is empty'}",
         hint=f"did you mean {below[0]}?" if below else "name the folder that a Hugging Face model was saved to",
     )
+
+
+def _holds_model(path: Path) -> bool:
+    return (path / "config.json").is_file() or any(path.glob("*.gguf")) or (path.is_file() and path.suffix == ".gguf")
 
 
 def _suggest(path: Path) -> str | None:
@@ -167,19 +172,20 @@ def build_folder(destination: Path, build: Callable[[Path], None]) -> Path:
             partial = Path(tempfile.mkdtemp(prefix=prefix, dir=destination.parent))
             try:
                 build(partial)
-                for file in partial.iterdir():
-                    _sync(file)
+                for file in partial.rglob("*"):
+                    if file.is_file():
+                        _sync(file)
                 partial.chmod(0o755)
                 partial.rename(destination)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise DiskFullError(
                 f"no room left on the disk of `{destination.parent}`",
                 hint="free some space, or set SPECQ_CACHE to another disk",
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in NOT_WRITABLE:
             raise UsageError(
                 f"`{destination.parent}` cannot be written: {error.strerror}",
                 hint="set SPECQ_CACHE to a folder of yours",

@@ -6,7 +6,6 @@ hub.py decides whether the network is used at all.
 from __future__ import annotations
 
 import difflib
-import errno
 import fnmatch
 import glob
 import json
@@ -23,7 +22,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub import utils as hub_utils
 
 from specq.errors import AccessError, DiskFullError, OfflineError, SpecqError, UsageError
-from specq.hub import Progress, bytes_below, progress_line, require_space
+from specq.hub import DISK_FULL, NOT_WRITABLE, Progress, bytes_below, progress_line, require_space
 
 logger = logging.getLogger("specq")
 
@@ -122,6 +121,16 @@ def _check_contents(repo_id: str, names: Sequence[str], wanted: Sequence[str]) -
 
 def _explain(error: Exception, repo_id: str, revision: str | None) -> SpecqError:
     """The SpecqError that says what a failure of the Hub's client means and what to do."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return DiskFullError(
+            f"no room left in the Hub cache `{constants.HF_HUB_CACHE}`",
+            hint="free some space, or set HF_HOME to another disk",
+        )
+    if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
+        return UsageError(
+            f"the Hub cache `{constants.HF_HUB_CACHE}` cannot be written: {error.strerror}",
+            hint="set HF_HOME to a folder of yours",
+        )
     url = f"{constants.ENDPOINT}/{repo_id}"
     status = getattr(getattr(error, "response", None), "status_code", None)
     has_token = bool(huggingface_hub.get_token())
@@ -143,11 +152,6 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> SpecqError
         return AccessError(
             f"`{repo_id}` {missing if has_token else 'does not exist, or is private'}",
             hint=f"did you mean {close}?" if close else f"look at {url}; for a private model: hf auth login",
-        )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFullError(
-            f"no room left in the Hub cache `{constants.HF_HUB_CACHE}`",
-            hint="free some space, or set HF_HOME to another disk",
         )
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return OfflineError(

@@ -48,6 +48,7 @@ class Client:
     hub: StubHub
     home: Path
     environment: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
 
     def __call__(self, name: str = "org/model", **options: object) -> dict:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
@@ -55,6 +56,7 @@ class Client:
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, name, json.dumps(options)],
             env={**clean, **settings, **self.environment},
+            cwd=self.folder,
             capture_output=True,
             text=True,
         )
@@ -257,6 +259,22 @@ def test_folder_without_a_model_says_what_was_found(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         hub.resolve_model(str(tmp_path))
     assert caught.value.hint == f"did you mean {tmp_path / 'inside'}?"
+
+
+def test_cache_that_cannot_be_written_is_named(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    client.environment["HF_HUB_CACHE"] = str(tmp_path / "file")
+    found = client()
+    assert found["code"] == 2
+    assert "cannot be written" in found["message"]
+
+
+def test_folder_that_only_looks_like_a_hub_id_does_not_hide_the_model(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    client.folder = tmp_path
+    assert client("org/model")["repo_id"] == "org/model"
+    (tmp_path / "org" / "model" / "config.json").touch()
+    assert client("org/model")["repo_id"] is None
 
 
 @pytest.mark.parametrize("name", ["./my-modle", "my-modle"])
