@@ -89,20 +89,31 @@ class DecoderLayer(nn.Module):
         to `slots` ([kv_heads, nodes, head_dim] each), then attends to `seen` ([1, kv_heads, slots, head_dim] each),
         of which `slots` are the end.
         """
-        h = attention_input
-        if h is None:
-            h = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
-        qkv = self.qkv(h, act).view(x.shape[0], -1, self.head_dim)  # [nodes, heads + 2 kv_heads, head_dim]
+        h = self.normed(x) if attention_input is None else attention_input
+        q, k, v = self.project(h, rope, act)
+        slots[0].copy_(k.transpose(0, 1))
+        slots[1].copy_(v.transpose(0, 1))
+        return self.finish(x, attend(q, *seen, view), act)
+
+    def project(self, h: Tensor, rope: tuple[Tensor, Tensor], act: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Turned queries [rows, heads, head_dim], turned keys and values [rows, kv_heads, head_dim] of `h`."""
+        qkv = self.qkv(h, act).view(h.shape[0], -1, self.head_dim)  # [rows, heads + 2 kv_heads, head_dim]
         turning, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.has_head_norms:
             turning = self._normalised(turning)
         turned = rotate(turning, *rope)
-        slots[0].copy_(turned[:, self.heads :].transpose(0, 1))
-        slots[1].copy_(v.transpose(0, 1))
-        x = x + self.o(attend(turned[:, : self.heads], *seen, view), act)
+        return turned[:, : self.heads], turned[:, self.heads :], v
+
+    def finish(self, x: Tensor, attended: Tensor, act: str) -> Tensor:
+        """The residual stream [rows, hidden] after attention's output [rows, heads * head_dim] and the MLP."""
+        x = x + self.o(attended, act)
         h = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
         gate, up = self.gate_up(h, act).chunk(2, -1)
         return x + self.down(F.silu(gate) * up, act)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What attention reads of the residual stream: `x` behind the first norm."""
+        return F.rms_norm(x, x.shape[-1:], self.attention_norm, self.eps)
 
     def _normalised(self, qk: Tensor) -> Tensor:
         """Every query and key head scaled to unit size, then by the weights of its kind (Qwen3)."""
