@@ -87,10 +87,26 @@ class Sampling(_Section):
     seed: int | None = Field(default=None, ge=0, lt=2**64)
 
 
+class QuantizeSection(_Section):
+    """How `specq quantize` turns the target into 4 bits; without a group size the largest that fits is taken."""
+
+    method: Literal["gptq", "rtn"] = "gptq"
+    group_size: Literal[128, 64, 32, -1] | None = None
+    act_order: bool = False
+    asym: bool = False
+    calib: str = "bundled"
+    samples: int = Field(default=128, ge=1)
+    seq_len: int = Field(default=512, ge=32)
+    max_kl: float | None = Field(default=None, gt=0.0)
+    format: Literal["gptq", "compressed-tensors"] = "gptq"
+    strict_shapes: bool = False
+
+
 class Recipe(_Section):
     """Everything that decides what runs. Unknown keys are errors."""
 
     target: Ref
+    quantize: QuantizeSection | None = None
     intermediate: Annotated[IntermediateSection, BeforeValidator(_as_ref)] | None = None
     drafter: Annotated[DrafterSection, BeforeValidator(_as_ref)] = Field(default_factory=DrafterSection)
     pipeline: Annotated[PipelineSection, BeforeValidator(_as_pipeline)] = Field(default_factory=PipelineSection)
@@ -222,6 +238,7 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The keys allowed where an unknown one was found."""
     sections: dict[str, type[BaseModel]] = {
         "target": ModelRef,
+        "quantize": QuantizeSection,
         "intermediate": IntermediateSection,
         "drafter": DrafterSection,
         "pipeline": PipelineSection,

@@ -102,7 +102,7 @@ class PipelineOptions:
             "context": self.context,
             "target.revision": self.revision,
         }
-        return [*(self.set or []), *_assignments(flags)]
+        return [*(self.set or []), *assignments(flags)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class SamplingOptions:
 
     def overrides(self) -> list[str]:
         keys = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-        return _assignments({f"sampling.{key}": getattr(self, key) for key in keys})
+        return assignments({f"sampling.{key}": getattr(self, key) for key in keys})
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,6 @@ def _parameters(group: type) -> Iterator[inspect.Parameter]:
         )
 
 
-def _assignments(values: dict[str, Any]) -> list[str]:
+def assignments(values: dict[str, Any]) -> list[str]:
     """`key=value` for each value that was given; JSON is YAML, so any text survives."""
     return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]

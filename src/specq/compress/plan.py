@@ -77,7 +77,7 @@ def plan_quantization(spec: ModelSpec, settings: Settings) -> Plan:
     group_size = settings.group_size or _common_group([columns for _, columns in shapes.values()])
     if settings.stored_order and group_size == -1:
         raise UsageError("`--act-order` has no meaning with one group a row", hint="leave out --act-order")
-    matrices = tuple(_plan(name, *shape, group_size, settings) for name, shape in shapes.items())
+    matrices = tuple(_plan(name, rows, columns, group_size, settings) for name, (rows, columns) in shapes.items())
     odd = [matrix for matrix in matrices if matrix.remark]
     if settings.strict_shapes and odd:
         raise UnsupportedError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from specq.models.memory import free_bytes
 from specq.models.rope import RopeTable
 from specq.tensors import WeightSource, open_weights
 from specq.tokenizer import Tokenizer
+
+log = logging.getLogger("specq")
 
 CHUNK_TOKENS = 2048
 """Tokens that run through a layer at once."""
@@ -109,7 +113,7 @@ def quantize(
 ) -> Report:
     """Writes the model in `source` (a folder or .gguf file) to `output` in 4 bits, and reports what that cost.
 
-    A run that was stopped is taken up after its last finished layer, to the same bits. `output` appears whole at the end.
+    A run that was stopped is taken up after its last finished layer, to the same bits. `output` appears whole.
     Raises a SpecqError of the fitting kind before work starts when something is missing or in the way.
     """
     settings, calibration = settings or Settings(), calibration or Calibration()
@@ -137,6 +141,7 @@ def quantize(
         tokenizer, samples=EVALUATION_SAMPLES, seq_len=min(EVALUATION_LENGTH, spec.max_context)
     )
     _check_ids(spec, held_out if tokens is None else tokens)
+    _announce(spec, plan, settings)
     on_progress("reading and checking the source")
     fingerprint = {
         "source": source_digest(spec, weights),
@@ -221,13 +226,13 @@ class _Job:
         began = time.monotonic()
         for index in range(resumed, self.spec.layers):
             left = remaining(began, index - resumed, self.spec.layers - index)
-            what = f"layer {index + 1} of {self.spec.layers}"
-            tensors, found = quantizer.quantize(
-                index, on_product=lambda product, what=what, left=left: self.say(f"{what}, {product}{left}")
-            )
+            tensors, found = quantizer.quantize(index, on_product=partial(self._say_product, index, left))
             workspace.write_layer(index, tensors, {"matrices": [asdict(report) for report in found]})
             reports += found
         return resumed, reports
+
+    def _say_product(self, index: int, left: str, product: str) -> None:
+        self.say(f"layer {index + 1} of {self.spec.layers}, {product}{left}")
 
     def all_tensors(self, workspace: Workspace) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the finished model: what stays in 16 bits, then layer by layer what was quantized."""
@@ -264,6 +269,16 @@ class _Job:
             for stream in streams:
                 stream.residual.write(i, embedded)
         return streams[0], streams[1]
+
+
+def _announce(spec: ModelSpec, plan: Plan, settings: Settings) -> None:
+    """Say once what was chosen and what a reader should know."""
+    if settings.group_size is None:
+        log.info("groups of %d columns: the largest that divides the matrices' inputs", plan.group_size)
+    if spec.quantization is not None:
+        log.info("the source is a GGUF of 4 bits itself: scores are against its dequantized numbers")
+    for warning in plan.warnings:
+        log.warning("%s", warning)
 
 
 def source_digest(spec: ModelSpec, weights: WeightSource) -> str:

@@ -78,7 +78,7 @@ def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, shard_
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
         return total
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         (folder / f"shard-{number}").rename(folder / file)

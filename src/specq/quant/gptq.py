@@ -7,6 +7,7 @@ square, and may be negative, so that -8, the longer end of the range, falls on t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -194,7 +195,7 @@ def _search(weight: Tensor, importance: Tensor | None, grid: Grid, order: Tensor
     return scales, zeros
 
 
-def _candidates(groups: Tensor, grid: Grid):
+def _candidates(groups: Tensor, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of scale and zero [N, G] to try for groups [N, G, size]."""
     shares = torch.linspace(LARGEST, SMALLEST, CANDIDATES).tolist()
     if grid.is_symmetric:

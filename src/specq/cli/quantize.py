@@ -1,0 +1,251 @@
+"""`specq quantize`: a model to 4 bits, its progress and what it lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specq.cli.console import Console, size_text, table
+from specq.cli.options import Model, Offline, OutputOptions, Overrides, VerbCommand, assignments, takes_options
+from specq.errors import GateError
+
+if TYPE_CHECKING:
+    from specq.compress.layers import MatrixReport
+    from specq.compress.runner import Report
+    from specq.recipe import QuantizeSection, Recipe
+
+METHOD, TEXT, RESULT = "Method", "Calibration", "Result"
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+class Method(str, Enum):
+    gptq = "gptq"
+    rtn = "rtn"
+
+
+class Format(str, Enum):
+    gptq = "gptq"
+    compressed_tensors = "compressed-tensors"
+
+
+def _flag(*names: str, help: str, panel: str, metavar: str | None = None, **limits: Any) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
+
+
+@app.command(cls=VerbCommand)
+@takes_options
+def quantize(
+    model: Model = None,
+    *,
+    out: Annotated[
+        Path, _flag("--output", "-o", metavar="DIR", panel=RESULT, help="The folder to write, whole or not at all.")
+    ],
+    method: Annotated[
+        Method | None,
+        _flag("--method", panel=METHOD, help="GPTQ (default), or rounding to nearest, which needs no text."),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        _flag(
+            "--group-size",
+            metavar="N",
+            panel=METHOD,
+            help="Columns that share a scale: 128, 64, 32, or -1 for whole rows; default the largest that fits.",
+        ),
+    ] = None,
+    act_order: Annotated[
+        bool | None,
+        _flag(
+            "--act-order",
+            panel=METHOD,
+            help="Store a column order (desc_act): a little closer, slower in most engines.",
+        ),
+    ] = None,
+    asym: Annotated[
+        bool | None, _flag("--asym", panel=METHOD, help="A zero point a group; some engines' fast kernels refuse it.")
+    ] = None,
+    strict_shapes: Annotated[
+        bool | None,
+        _flag("--strict-shapes", panel=METHOD, help="Refuse a model that has a matrix the group size does not divide."),
+    ] = None,
+    calib: Annotated[
+        str | None,
+        _flag(
+            "--calib",
+            metavar="bundled|FILE|hub:DATASET",
+            panel=TEXT,
+            help="Text that shows what inputs look like: specq's own (default), a .txt or .jsonl file, a Hub dataset.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, _flag("--samples", metavar="N", min=1, panel=TEXT, help="Sequences to calibrate with; default 128.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, _flag("--seq-len", metavar="L", min=32, panel=TEXT, help="Tokens a sequence; default 512.")
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        _flag(
+            "--max-kl",
+            metavar="X",
+            panel=RESULT,
+            help="Exit 3 when the mean KL divergence from the source is above this.",
+        ),
+    ] = None,
+    format: Annotated[
+        Format | None,
+        _flag("--format", panel=RESULT, help="How it is stored: gptq (version 1, default) or compressed-tensors."),
+    ] = None,
+    overwrite: Annotated[
+        bool, _flag("--overwrite", panel=RESULT, help="Replace DIR, and drop an unfinished run with other options.")
+    ] = False,
+    device: Annotated[
+        str, _flag("--device", metavar="cpu|cuda[:N]", panel=METHOD, help="Default: the GPU if there is one.")
+    ] = "auto",
+    revision: Annotated[
+        str | None, _flag("--revision", metavar="R", panel=METHOD, help="Branch, tag or commit of a Hub model.")
+    ] = None,
+    overrides: Overrides = None,
+    offline: Offline = False,
+    output: OutputOptions,
+) -> None:
+    """Write a model in 4 bits, layer by layer, as a Hugging Face folder that other engines load too.
+
+    The layer at work, not the model, has to fit the device. After every layer the run is saved: the same command
+    takes it up where it stopped, to the same bits. At the end perplexity, KL divergence and top-1 agreement are
+    measured on text kept apart, beside those of rounding to nearest.
+    """
+    flags = {
+        "quantize.method": method and method.value,
+        "quantize.group_size": group_size,
+        "quantize.act_order": act_order,
+        "quantize.asym": asym,
+        "quantize.calib": calib,
+        "quantize.samples": samples,
+        "quantize.seq_len": seq_len,
+        "quantize.max_kl": max_kl,
+        "quantize.format": format and format.value,
+        "quantize.strict_shapes": strict_shapes,
+        "target.revision": revision,
+    }
+    recipe = _recipe(model, [*(overrides or []), *assignments(flags)])
+    with Console(quiet=output.quiet).working() as console:
+        report = _run(recipe, out, device=device, overwrite=overwrite, offline=offline, console=console)
+        if output.as_json:
+            console.document(report.record())
+        else:
+            _show(console, report)
+    limit, found = recipe.quantize.max_kl if recipe.quantize else None, report.scores["quantized"].kl
+    if limit is not None and found > limit:
+        raise GateError(
+            f"the mean KL divergence from the source is {found:.4f}, above `--max-kl {limit:g}`",
+            hint=f"the model is written to {out}; smaller groups (--group-size 32) or more text (--samples) lose less",
+        )
+
+
+def _recipe(model: str | None, overrides: Sequence[str]) -> Recipe:
+    """The recipe of MODEL with a quantize section in any case."""
+    from specq.recipe import QuantizeSection, resolve
+
+    recipe = resolve(model, overrides=overrides)
+    return recipe if recipe.quantize else recipe.model_copy(update={"quantize": QuantizeSection()})
+
+
+def _run(recipe: Recipe, out: Path, *, device: str, overwrite: bool, offline: bool, console: Console) -> Report:
+    from specq.compress.runner import Provenance, quantize
+    from specq.hub import resolve_model
+    from specq.spec.load import choose_device
+
+    section = recipe.quantize
+    assert section is not None
+    progress = console.progress()
+    try:
+        snapshot = resolve_model(
+            recipe.target.model, revision=recipe.target.revision, offline=offline or None, progress=progress
+        )
+        name = snapshot.repo_id or _public_name(recipe.target.model, snapshot.path)
+        settings, calibration = job_settings(section)
+        return quantize(
+            snapshot.path,
+            out,
+            settings=settings,
+            calibration=calibration,
+            provenance=Provenance(name, snapshot.revision, command_line(name, section)),
+            device=choose_device(device),
+            offline=offline or None,
+            overwrite=overwrite,
+            on_progress=progress,
+        )
+    except KeyboardInterrupt:
+        progress.clear()
+        console.note("stopped; the same command goes on after the last finished layer")
+        raise
+    finally:
+        progress.clear()
+
+
+def job_settings(section: QuantizeSection) -> tuple[Any, Any]:
+    """The compress Settings and Calibration that a recipe's section means."""
+    from specq.compress.plan import Settings
+    from specq.compress.runner import Calibration
+
+    settings = Settings(
+        method=section.method,
+        group_size=section.group_size,
+        stored_order=section.act_order,
+        symmetric=not section.asym,
+        format=section.format,
+        strict_shapes=section.strict_shapes,
+    )
+    return settings, Calibration(section.calib, section.samples, section.seq_len)
+
+
+def command_line(name: str, section: QuantizeSection) -> str:
+    """The command that makes this model again, without any path of this machine."""
+    words = ["specq", "quantize", name, "-o", "DIR"]
+    for key, value in section.model_dump(exclude_defaults=True).items():
+        words.append(f"--{key.replace('_', '-')}")
+        if key == "calib" and not str(value).startswith("hub:"):
+            value = Path(str(value)).name
+        if value is not True:
+            words.append(str(value))
+    return " ".join(words)
+
+
+def _public_name(model: str, path: Path) -> str:
+    return model if model.startswith("specq:") else path.resolve().name
+
+
+def _show(console: Console, report: Report) -> None:
+    from specq.compress.card import evaluation_rows
+
+    console.line(table(matrix_rows(report.matrices)))
+    console.line()
+    console.line(table(evaluation_rows(report)))
+    memory = f"{size_text(report.peak_host_bytes)} of host memory" if report.peak_host_bytes else ""
+    if report.peak_device_bytes is not None:
+        memory += f", {size_text(report.peak_device_bytes)} on the device"
+    console.line()
+    console.line(f"{report.output}: {size_text(report.num_bytes)}, {report.seconds / 60:.1f} minutes, at most {memory}")
+
+
+def matrix_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:
+    """A table with a row for each kind of matrix: shape, group, mean and worst output error, bytes, remark."""
+    kinds: dict[str, list[MatrixReport]] = {}
+    for matrix in matrices:
+        kinds.setdefault(matrix.name.split(".", 3)[3], []).append(matrix)
+    rows = [["matrix", "shape", "group", "error", "worst", "bytes", "remark"]]
+    for name, found in kinds.items():
+        first = found[0]
+        errors = [(matrix.error, matrix.name.split(".")[2]) for matrix in found if matrix.error is not None]
+        mean = f"{sum(error for error, _ in errors) / len(errors):.5f}" if errors else "-"
+        worst = "{:.5f} in layer {}".format(*max(errors)) if errors else "-"
+        group = "16 bits" if first.group_size is None else str(first.group_size)
+        size = size_text(sum(matrix.num_bytes for matrix in found))
+        rows.append([name, f"{first.rows}x{first.columns}", group, mean, worst, size, first.remark])
+    return rows
