@@ -29,10 +29,11 @@ class TransformersModel:
     def __init__(self, path: Path, *, dtype: torch.dtype) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from specq.models.loader import model_config, model_spec
+        from specq.checkpoint import read_config
+        from specq.models.loader import model_spec
         from specq.tensors import open_weights
 
-        config = {k: v for k, v in model_config(path).items() if k != "quantization_config"}
+        config = {k: v for k, v in read_config(path).items() if k != "quantization_config"}
         weights = open_weights(path, model_spec(path))
         hf_config = AutoConfig.for_model(**config)
         self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).eval()
@@ -88,9 +89,7 @@ def compare(model: str | None, *, tokens: int, repeats: int, threads: int | None
     rates: dict[str, list[float]] = {"specq plain": [], **{name: [] for name in peers}}
 
     def ours(ids: list[int]) -> float:
-        stream = pipeline.stream(
-            ids, sampling=Sampling(temperature=0.0), max_new_tokens=tokens, ignore_stop_ids=True
-        )
+        stream = pipeline.stream(ids, sampling=Sampling(temperature=0.0), max_new_tokens=tokens, ignore_stop_ids=True)
         for _ in stream:
             pass
         return stream.result.decode_tps or 0.0
