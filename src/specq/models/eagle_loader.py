@@ -164,6 +164,16 @@ class HeadFiles:
         extra = sorted(name for name in self._names.keys() - needed - optional if "rotary_emb" not in name)
         if extra:
             raise UnsupportedError(f"the head holds `{extra[0]}`, which no form that specq reads has", hint=FORMS_HINT)
+        flat = sorted(
+            name for name in needed if name.endswith(("fc.weight", "proj.weight")) and len(self.shape(name)) != 2
+        )
+        if flat:
+            raise UnsupportedError(
+                f"`{flat[0]}` of the head is {list(self.shape(flat[0]))}, not a matrix", hint=FORMS_HINT
+            )
+        for key in ("num_attention_heads", "vocab_size"):
+            if not isinstance(self.config.get(key), int) or self.config[key] < 1:
+                raise UnsupportedError(f"`{key}` in the head's config is `{self.config.get(key)}`", hint=FORMS_HINT)
         if self.config.get("bias") is True and not self.has("fc.bias"):
             raise UnsupportedError(
                 "the head's config promises a bias of fc, and its weights have none", hint=FORMS_HINT

@@ -13,7 +13,7 @@ from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError
 from specq.models.inventory import check_tensors
 from specq.models.loader import check_memory, model_spec
-from specq.spec.check_head import CheckResult, check_head, head_tensors
+from specq.spec.check_head import CheckResult, check_head, failed, is_head
 from specq.tensors import open_weights
 from specq.tokenizer import Tokenizer
 
@@ -31,12 +31,11 @@ def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
     whole = [_weights(results, "target weights", target_spec, target)]
     target_tokenizer = _attempt(results, "target tokenizer", lambda: Tokenizer.load(target), _describe_tokenizer)
     try:
-        tensors = head_tensors(drafter)
+        drafter_is_head = is_head(drafter)
     except SpecqError as error:
-        return [*results, CheckResult("drafter", "fail", error.message)]
-    if tensors is not None:
-        results += check_head(drafter, tensors, target_spec, target_tokenizer)
-        return results
+        return [*results, failed("drafter", error)]
+    if drafter_is_head:
+        return results + check_head(drafter, target_spec, target_tokenizer)
     drafter_spec = _attempt(results, "drafter", lambda: model_spec(drafter), _describe_model)
     whole.append(_weights(results, "drafter weights", drafter_spec, drafter))
     drafter_tokenizer = _attempt(results, "drafter tokenizer", lambda: Tokenizer.load(drafter), _describe_tokenizer)
@@ -65,7 +64,7 @@ def _attempt(results: list[CheckResult], name: str, read: Callable[[], T], descr
     try:
         found = read()
     except SpecqError as error:
-        results.append(CheckResult(name, "fail", error.message + (f" ({error.hint})" if error.hint else "")))
+        results.append(failed(name, error))
         return None
     results.append(CheckResult(name, "pass", describe(found)))
     return found

@@ -1,7 +1,6 @@
-"""Whether an EAGLE head fits a target, from the head's settings and the names and shapes of its tensors.
+"""Whether an EAGLE head fits a target, from the head's settings and the headers of its tensors.
 
-Configs of published heads are unreliable (`bias`, `architectures`), so tensors decide wherever they can.
-Source of names and shapes: SafeAILab/EAGLE, model/cnets1.py (EAGLE-1, 2) and model/cnets.py (EAGLE-3).
+models/eagle_loader.py says what a head must hold; here its refusals become tests, beside those that only warn.
 """
 
 from __future__ import annotations
@@ -11,33 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specq.checkpoint import ModelSpec, read_config
+from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError
+from specq.models.eagle_loader import HeadFiles
 from specq.tensor_files import find_files, open_file, safe_path
 from specq.tokenizer import Tokenizer
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-LAYER = "layers.0."
-PRODUCTS = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
-NEEDED = {
-    "EAGLE-2": {
-        "fc.weight",
-        f"{LAYER}post_attention_layernorm.weight",
-        *(f"{LAYER}{name}.weight" for name in PRODUCTS),
-    },
-}
-NEEDED["EAGLE-3"] = NEEDED["EAGLE-2"] | {
-    f"{LAYER}hidden_norm.weight",
-    f"{LAYER}input_layernorm.weight",
-    "norm.weight",
-    "lm_head.weight",
-}
-OPTIONAL = {"fc.bias", "embed_tokens.weight", *(f"{LAYER}self_attn.{name}_proj.bias" for name in "qkv")}
-OPTIONAL_OF = {"EAGLE-2": OPTIONAL, "EAGLE-3": OPTIONAL | {"d2t", "t2d"}}
+HEAD_PRODUCTS = ("fc", "fusion_fc")
+"""What the product over embedding and features is called: no model has one."""
 
 
 @dataclass(frozen=True)
@@ -49,125 +29,63 @@ class CheckResult:
     detail: str
 
 
-def head_tensors(folder: Path) -> Shapes | None:
-    """Shapes by name when the folder's weights are those of an EAGLE head, None for anything else.
+def failed(name: str, error: SpecqError) -> CheckResult:
+    """The test that a refusal stands for."""
+    return CheckResult(name, "fail", error.message + (f" ({error.hint})" if error.hint else ""))
 
-    Names are brought to one form: `midlayer.` of EAGLE-3 is `layers.0.`, a leading `model.` is dropped.
+
+def is_head(folder: Path) -> bool:
+    """Whether the folder's weights are those of an EAGLE head, by the names of its tensors.
+
     Raises: UsageError, UnsupportedError for files that cannot be opened safely.
     """
     if not folder.is_dir():
-        return None
+        return False
     try:
         files = find_files(folder)
-    except SpecqError:
-        return None
-    promised = [name for names in files.values() for name in names]
-    if promised and "fc.weight" not in map(_plain, promised):
-        return None
-    opened = [open_file(safe_path(folder, name)) for name in files]
-    shapes = {_plain(name): header.shape for file in opened for name, header in file.headers.items()}
-    return shapes if "fc.weight" in shapes else None
+    except SpecqError:  # no weights: whoever needs them says so
+        return False
+    names = [name for promised in files.values() for name in promised]
+    if not names:
+        names = [name for file in files for name in open_file(safe_path(folder, file)).headers]
+    return any(name.removesuffix(".weight").rpartition(".")[2] in HEAD_PRODUCTS for name in names)
 
 
-def check_head(
-    folder: Path, tensors: Shapes, target: ModelSpec | None, tokenizer: Tokenizer | None
-) -> list[CheckResult]:
-    """The tests of a head whose tensors are known; a target or tokenizer that was refused leaves some out."""
-    kind = "EAGLE-3" if f"{LAYER}hidden_norm.weight" in tensors else "EAGLE-2"
+def check_head(folder: Path, target: ModelSpec | None, tokenizer: Tokenizer | None) -> list[CheckResult]:
+    """The tests of a head; a target or tokenizer that was refused leaves some out."""
     try:
-        config = read_config(folder)
+        files = HeadFiles(folder)
     except SpecqError as error:
-        return [CheckResult("drafter", "fail", error.message)]
-    results = [CheckResult("drafter", "pass", f"an {kind} head of {len(tensors)} tensors"), _names(tensors, kind)]
-    if results[-1].status == "fail":
-        return results
-    results.append(_fc_bias(tensors, config))
+        return [failed("drafter", error)]
+    kind = "EAGLE-3" if files.is_eagle3 else "EAGLE-2"
+    results = [CheckResult("drafter", "pass", f"an {kind} head with all its tensors"), _fc_bias(files)]
     if target is not None:
-        results += [
-            _hidden_size(tensors, kind, target),
-            _attention(tensors, config, kind),
-            _head_context(config, target),
-        ]
+        results += [_shapes(files, target), _context(files.config, target)]
     if tokenizer is not None:
-        results.append(_head_vocabulary(tensors, config, tokenizer))
-    results.append(_head_rope(config))
+        results.append(_vocabulary(files, tokenizer))
+    results.append(_rope(files))
     return results
 
 
-def _plain(name: str) -> str:
-    name = name.removeprefix("model.")
-    return LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
-
-
-def _names(tensors: Shapes, kind: str) -> CheckResult:
-    lacking = sorted(NEEDED[kind] - tensors.keys())
-    unknown = sorted(tensors.keys() - NEEDED[kind] - OPTIONAL_OF[kind])
-    if lacking or unknown:
-        parts = [f"{what} {_some(names)}" for what, names in (("it lacks", lacking), ("unknown are", unknown)) if names]
-        return CheckResult("tensors", "fail", f"not those of an {kind} head: {', and '.join(parts)}")
-    odd = sorted(name for name in NEEDED[kind] if len(tensors[name]) != (1 if "norm" in name else 2))
-    if odd:
-        return CheckResult("tensors", "fail", f"these have a wrong number of dimensions: {_some(odd)}")
-    return CheckResult("tensors", "pass", f"those of an {kind} head")
-
-
-def _fc_bias(tensors: Shapes, config: Mapping[str, Any]) -> CheckResult:
+def _fc_bias(files: HeadFiles) -> CheckResult:
     """The file decides; many configs say false beside a bias that is there."""
-    is_there, said = "fc.bias" in tensors, config.get("bias")
+    is_there = files.has("fc.bias")
     what = "there is one" if is_there else "there is none"
-    if said is True and not is_there:
-        return CheckResult("fc bias", "fail", "config.json says `bias`: true and the file has none")
-    if said is False and is_there:
+    if files.config.get("bias") is False and is_there:
         return CheckResult("fc bias", "warn", f"{what} though config.json says `bias`: false; the file counts")
     return CheckResult("fc bias", "pass", what)
 
 
-def _hidden_size(tensors: Shapes, kind: str, target: ModelSpec) -> CheckResult:
-    rows, columns = tensors["fc.weight"]
-    states = 3 if kind == "EAGLE-3" else 2
-    expected = states * target.hidden
-    detail = f"fc is {rows} x {columns}, the target's hidden size {target.hidden}"
-    if columns != expected or (kind == "EAGLE-2" and rows != target.hidden):
-        return CheckResult("hidden size", "fail", f"{detail}: it takes {states} x {target.hidden} = {expected} columns")
+def _shapes(files: HeadFiles, target: ModelSpec) -> CheckResult:
+    try:
+        files.check_fit(target)
+    except SpecqError as error:
+        return failed("hidden size", error)
+    detail = f"fc is {files.hidden} x {files.fc_inputs}, the target's hidden size {target.hidden}"
     return CheckResult("hidden size", "pass", detail)
 
 
-def _attention(tensors: Shapes, config: Mapping[str, Any], kind: str) -> CheckResult:
-    """Shapes of the head's own layer against its own config."""
-    hidden = tensors["fc.weight"][0]
-    heads = config.get("num_attention_heads")
-    if not isinstance(heads, int) or heads < 1:
-        return CheckResult("attention", "fail", f"config.json gives `num_attention_heads` as `{heads}`")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    columns = 2 * hidden if kind == "EAGLE-3" else hidden
-    for name, count in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
-        shape, expected = tensors[f"{LAYER}self_attn.{name}.weight"], (count * head_dim, columns)
-        if shape != expected:
-            detail = f"{name} is {shape[0]} x {shape[1]}, config.json makes it {expected[0]} x {expected[1]}"
-            return CheckResult("attention", "fail", detail)
-    bias = ", q, k, v with bias" if f"{LAYER}self_attn.q_proj.bias" in tensors else ""
-    return CheckResult("attention", "pass", f"{heads} heads of {head_dim}, {kv_heads} for keys and values{bias}")
-
-
-def _head_vocabulary(tensors: Shapes, config: Mapping[str, Any], tokenizer: Tokenizer) -> CheckResult:
-    rows = config.get("draft_vocab_size") or config.get("vocab_size") or tokenizer.size
-    if "embed_tokens.weight" in tensors and tensors["embed_tokens.weight"][0] < tokenizer.size:
-        detail = f"its embedding has {tensors['embed_tokens.weight'][0]} rows, the tokenizer {tokenizer.size} ids"
-        return CheckResult("vocabulary", "fail", detail)
-    if "lm_head.weight" in tensors:
-        rows = tensors["lm_head.weight"][0]
-    detail = f"{rows} rows for the {tokenizer.size} ids of the tokenizer"
-    if rows >= tokenizer.size:
-        return CheckResult("vocabulary", "pass", detail)
-    if "d2t" not in tensors:
-        return CheckResult("vocabulary", "fail", f"{detail}, and no table `d2t` that says which they are")
-    if tensors["d2t"] != (rows,):
-        return CheckResult("vocabulary", "fail", f"{detail}, but `d2t` has {tensors['d2t'][0]} entries")
-    return CheckResult("vocabulary", "pass", f"{detail}, named by `d2t`")
-
-
-def _head_context(config: Mapping[str, Any], target: ModelSpec) -> CheckResult:
+def _context(config: Mapping[str, Any], target: ModelSpec) -> CheckResult:
     trained = config.get("max_position_embeddings")
     if isinstance(trained, int) and trained < target.max_context:
         detail = f"trained to {trained} tokens, the target reads {target.max_context}: acceptance falls beyond"
@@ -175,14 +93,31 @@ def _head_context(config: Mapping[str, Any], target: ModelSpec) -> CheckResult:
     return CheckResult("context", "pass", f"{target.max_context} tokens")
 
 
-def _head_rope(config: Mapping[str, Any]) -> CheckResult:
+def _vocabulary(files: HeadFiles, tokenizer: Tokenizer) -> CheckResult:
+    """Rows beyond the tokenizer only pad; a trimmed head needs the table of the ids it knows."""
+    size, embedding, rows = tokenizer.size, "embed_tokens.weight", files.draft_vocab
+    if files.has(embedding) and files.shape(embedding)[0] < size:
+        detail = f"its embedding has {files.shape(embedding)[0]} rows, the tokenizer {size} ids"
+        return CheckResult("vocabulary", "fail", detail)
+    detail = f"{rows} rows for the {size} ids of the tokenizer"
+    if not files.has("d2t"):
+        return CheckResult("vocabulary", "pass" if rows >= size else "fail", detail)
+    offsets = files.integers("d2t").tolist()
+    if len(offsets) != rows:
+        return CheckResult("vocabulary", "fail", f"{detail}, but `d2t` has {len(offsets)} entries")
+    outside = [index + offset for index, offset in enumerate(offsets) if not 0 <= index + offset < size]
+    if outside:
+        return CheckResult("vocabulary", "fail", f"{detail}, but `d2t` names id {outside[0]}")
+    return CheckResult("vocabulary", "pass", f"{detail}, named by `d2t`")
+
+
+def _rope(files: HeadFiles) -> CheckResult:
     """A head keeps the base it was trained with; the target's is never taken over."""
-    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
-    if theta is None:
-        return CheckResult("rotary positions", "warn", "config.json has no `rope_theta`: 10000 is used")
-    return CheckResult("rotary positions", "pass", f"base {theta}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"`{name}`" for name in names[:3]) + more
+    try:
+        rope = files.rope
+    except SpecqError as error:
+        return failed("rotary positions", error)
+    detail = f"{rope.kind}, base {rope.theta:g}"
+    if "rope_theta" not in files.config and "rope_parameters" not in files.config:
+        return CheckResult("rotary positions", "warn", f"{detail}: config.json names no base")
+    return CheckResult("rotary positions", "pass", detail)
