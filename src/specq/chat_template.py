@@ -46,18 +46,14 @@ class ChatTemplate:
                 hint="give another with --chat-template FILE, or use --raw",
             ) from error
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """The text the model reads for these messages.
 
         Raises: UsageError with the template's own words when it refuses them.
         """
         known = {"tools": None, "documents": None, **self._variables, **variables}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **known
-            )
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
         except RENDER_ERRORS as error:
             raise UsageError(
                 f"the chat template refuses these messages: `{error}`",
@@ -137,9 +133,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # jinja2's own filter escapes for HTML, which would change what the model reads
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
