@@ -90,6 +90,8 @@ def open_workspace(output: Path, fingerprint: Mapping[str, Any], *, overwrite: b
         with lock.acquire(timeout=0):
             _match(folder, fingerprint, overwrite=overwrite)
             yield Workspace(output, folder)
+            if not folder.exists():  # published: whoever waits for this lock will find the output instead
+                Path(lock.lock_file).unlink(missing_ok=True)
     except Timeout:
         raise UsageError(
             f"another specq quantize is writing `{output}`", hint="wait for it, or choose another folder with -o"

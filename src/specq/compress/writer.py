@@ -56,8 +56,8 @@ def dense_tensors(spec: ModelSpec, source: WeightSource, plan: Plan) -> Iterator
             yield name, source.tensor(name).to(written_dtype(spec)).contiguous()
 
 
-def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> int:
-    """Writes the tensors as one file, or as shards of at most `shard_bytes` with their index; returns their bytes."""
+def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
+    """Writes the tensors as one file, or as shards of at most SHARD_BYTES with their index; returns their bytes."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = waiting = 0
@@ -68,7 +68,7 @@ def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, shard_
         pending.clear()
 
     for name, tensor in tensors:
-        if pending and waiting + tensor.nbytes > shard_bytes:
+        if pending and waiting + tensor.nbytes > SHARD_BYTES:
             flush()
             waiting = 0
         pending[name] = tensor
