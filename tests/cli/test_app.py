@@ -51,7 +51,7 @@ def test_every_verb_has_help_and_no_heavy_import_before_it_runs(verb: str, specq
     ("arguments", "message", "hint"),
     [
         (["caht"], "`specq` has no `caht`", "did you mean `specq chat`?"),
-        (["quantize", "x"], "`specq` has no `quantize`", "specq --help"),
+        (["qwertz", "x"], "`specq` has no `qwertz`", "specq --help"),
         (["recipe", "chek"], "`specq recipe` has no `chek`", "did you mean `specq recipe check`?"),
         (["recipe"], "missing command", "specq recipe --help"),
         (["run", "--temprature", "1"], "no such option `--temprature`", "did you mean `--temperature`?"),

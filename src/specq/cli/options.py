@@ -227,7 +227,9 @@ def grouped_params(command: Any, ctx: Any) -> list[tuple[str, list[Any]]]:
     groups: dict[str, list[Any]] = {title: [] for title in ("Arguments", "Options", *PANELS.values())}
     for param in command.get_params(ctx):
         default = "Arguments" if param.param_type_name == "argument" else "Options"
-        groups["Output" if param.name == "help" else getattr(param, "rich_help_panel", None) or default].append(param)
+        title = "Output" if param.name == "help" else getattr(param, "rich_help_panel", None) or default
+        groups.setdefault(title, []).append(param)
+    groups["Output"] = groups.pop("Output")  # last, after the verb's own titles
     return [(title, params) for title, params in groups.items() if params]
 
 
