@@ -14,7 +14,7 @@ from specq.models.causal_lm import CausalLM
 from specq.models.inventory import EMBEDDING, HEAD, NORM, check_tensors, expected_tensors
 from specq.models.layers import DecoderLayer, SideBySide
 from specq.models.memory import MemoryEstimate, estimate_bytes, free_bytes, require_memory
-from specq.quant.linear import int4_group, make_linear
+from specq.quant.linear import RescoredLinear, has_fast_bfloat16, int4_group, make_linear
 from specq.quant.packed import PackedWeight, concat_rows
 from specq.tensors import WeightSource, gguf_config, open_weights
 
@@ -96,20 +96,28 @@ class _Builder:
         self.spec, self.source, self.device = spec, source, torch.device(device)
         self.dtype = choose_dtype(dtype, spec, device)
         self.use_int4 = keeps_4_bits(dtype, device)
+        # Beside int4 products, whose x is bf16, an fp32 head would be the slowest part.
+        self.use_rescored_head = self.use_int4 and spec.quantization is not None and has_fast_bfloat16()
 
     def model(self) -> CausalLM:
         if self.spec.tie_embeddings:
-            embedding = self._vector(EMBEDDING)
-            head = self._linear(embedding, None)
+            kind = torch.bfloat16 if self.use_rescored_head else self.dtype
+            embedding = self.source.tensor(EMBEDDING).to(self.device, kind)
+            head = self._head(embedding)
         else:
             # Only rows are read from it, so a 16-bit file's type serves fp32 too: exact, and half the memory.
             embedding = self.source.tensor(EMBEDDING)
             if embedding.dtype.itemsize > self.dtype.itemsize:
                 embedding = embedding.to(self.dtype)
             embedding = embedding.to(self.device)
-            head = self._linear(self.source.linear(HEAD.removesuffix(".weight")), None)
+            head = self._head(self.source.linear(HEAD.removesuffix(".weight")))
         layers = [self._layer(f"model.layers.{layer}.") for layer in range(self.spec.layers)]
         return CausalLM(self.spec, embedding=embedding, layers=layers, norm=self._vector(NORM), head=head)
+
+    def _head(self, weight: Tensor | PackedWeight) -> nn.Module:
+        if self.use_rescored_head and isinstance(weight, Tensor):
+            return RescoredLinear(weight.to(torch.bfloat16))
+        return self._linear(weight, None)
 
     def _layer(self, prefix: str) -> DecoderLayer:
         spec, attention = self.spec, f"{prefix}self_attn."

@@ -17,11 +17,18 @@ from specq.quant.packed import SYMMETRIC_ZERO, PackedWeight
 PRODUCTS = ("dense", "int4", "reference")
 INT4_GROUPS = (256, 128, 64, 32)
 INT4_ROW_MULTIPLE = 16
+RESCORED = 64
 MAX_DECODE_ROWS = 64
 """More rows than a verification has are a prompt's: there the matrix is dequantised for one dense product."""
 
 _int4_pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 _int4_product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bf16 matrices in hardware (AMX, AVX512-BF16); elsewhere fp32 is faster."""
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
 
 
 class DenseLinear(nn.Module):
@@ -35,6 +42,22 @@ class DenseLinear(nn.Module):
     def forward(self, x: Tensor, act: str = "a16") -> Tensor:
         """[..., N] in x's dtype."""
         return F.linear(x, self.weight, self.bias)
+
+
+class RescoredLinear(DenseLinear):
+    """An output head in bf16 whose best logits of every row are worked out again in fp32.
+
+    A bf16 logit alone ties with its neighbour at the top of 4 % of the positions of prose (SmolLM2-135M). For up to 32
+    rows the bf16 product takes the time of one and a row does not depend on the others; a dense fp32 one takes 3 to 4
+    times as long at 8 rows (AMX, 576 x 49152).
+    """
+
+    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
+        """float32 [rows, N] for x [rows, K] of any dtype."""
+        rough = F.linear(x.to(torch.bfloat16), self.weight).float()
+        best = rough.topk(min(RESCORED, rough.shape[1]), dim=-1, sorted=False).indices
+        exact = (self.weight[best].float() * x.float()[:, None]).sum(-1)
+        return rough.scatter_(1, best, exact)
 
 
 class QuantLinear(nn.Module):

@@ -13,6 +13,7 @@ from specq.quant.linear import (
     DenseLinear,
     Int4Linear,
     QuantLinear,
+    RescoredLinear,
     choose_product,
     int4_group,
     make_linear,
@@ -144,3 +145,18 @@ def test_a_dense_matrix_is_cast_once() -> None:
 def test_an_unknown_product_is_refused() -> None:
     with pytest.raises(ValueError, match="'fast'"):
         make_linear(random_packed(16, 64, 32), device=CPU, dtype=torch.float32, product="fast")
+
+
+def test_a_rescored_head_finds_the_best_in_fp32_whatever_the_number_of_rows() -> None:
+    draws = torch.Generator().manual_seed(0)
+    weight = (torch.randn(500, 96, generator=draws) / 10).to(torch.bfloat16)
+    x = torch.randn(200, 96, generator=draws)
+    exact = x.double() @ weight.double().T
+    out = torch.cat([RescoredLinear(weight)(part) for part in x.split(25)])
+    best = exact.topk(5).indices
+    torch.testing.assert_close(out.double().gather(1, best), exact.gather(1, best), atol=1e-5, rtol=1e-5)
+    assert torch.equal(out.argmax(-1), exact.argmax(-1))
+    # The control: rounded to bf16 alone, the best is not always found.
+    assert not torch.equal((x.to(torch.bfloat16) @ weight.T).float().argmax(-1), exact.argmax(-1))
+    alone = torch.cat([RescoredLinear(weight)(row[None]) for row in x[:25]])
+    assert torch.equal(alone.argmax(-1), out[:25].argmax(-1))
