@@ -66,6 +66,11 @@ def plan_quantization(spec: ModelSpec, settings: Settings) -> Plan:
     """
     if settings.stored_order and settings.method == "rtn":
         raise UsageError("`--act-order` orders columns by calibration, which `--method rtn` has not")
+    if settings.stored_order and settings.format == "compressed-tensors":
+        raise UsageError(
+            "`--format compressed-tensors` no longer holds a column order",
+            hint="leave out --act-order, or --format gptq",
+        )
     if spec.quantization is not None and spec.quantization.method != "gguf":
         raise UsageError(
             f"the model is already in 4 bits (`{spec.quantization.method}`)",

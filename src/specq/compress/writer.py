@@ -143,7 +143,7 @@ def _compressed_tensors_config(plan: Plan, settings: Settings, skipped: list[str
         "symmetric": settings.symmetric,
         "strategy": "channel" if plan.group_size == -1 else "group",
         "group_size": None if plan.group_size == -1 else plan.group_size,
-        "actorder": "group" if settings.stored_order else None,
+        "actorder": None,
         "dynamic": False,
     }
     return {

@@ -71,6 +71,8 @@ def test_even_shapes_say_nothing() -> None:
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UsageError, match="rtn"):
         plan_of(Settings(method="rtn", stored_order=True))
+    with pytest.raises(UsageError, match="compressed-tensors"):
+        plan_of(Settings(format="compressed-tensors", stored_order=True))
     with pytest.raises(UsageError, match="one group a row"):
         plan_of(Settings(group_size=-1, stored_order=True))
 

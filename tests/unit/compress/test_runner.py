@@ -105,7 +105,6 @@ def test_the_config_says_what_readers_ask_for(run: Run, source: Path) -> None:
         {"group_size": 32, "symmetric": False, "stored_order": True},
         {"format": "compressed-tensors"},
         {"format": "compressed-tensors", "symmetric": False},
-        {"format": "compressed-tensors", "stored_order": True},
         {"format": "compressed-tensors", "group_size": -1},
     ],
     ids=str,
