@@ -99,9 +99,8 @@ def plan_quantization(spec: ModelSpec, settings: Settings) -> Plan:
 def peak_bytes(spec: ModelSpec, *, itemsize: int) -> int:
     """Bytes the device needs besides the calibration's activations, `itemsize` being a weight's.
 
-    One layer's weights as they are and dequantised, and for its largest product three fp32 squares of the inputs
-    (Hessian, its factor, their inverse) beside five fp32 copies of the matrix (the numbers, what is left of them,
-    codes, two for scales and errors).
+    One layer's weights as they are and as they will be, and for its largest product what solving takes in fp32: four
+    squares of the inputs beside three copies of the matrix while the Hessian is factored, then two beside six.
     """
     shapes = expected_tensors(spec)
     layer = [shape for name, shape in shapes.items() if name.startswith("model.layers.0.") and len(shape) == 2]
@@ -110,7 +109,8 @@ def peak_bytes(spec: ModelSpec, *, itemsize: int) -> int:
     for names in PRODUCTS.values():
         parts = [shapes[f"model.layers.0.{name}.weight"] for name in names]
         rows, columns = sum(part[0] for part in parts), parts[0][1]
-        solving = max(solving, 4 * (3 * columns * columns + 5 * rows * columns))
+        square, matrix = columns * columns, rows * columns
+        solving = max(solving, 4 * (4 * square + 3 * matrix), 4 * (2 * square + 6 * matrix))
     return weights + solving
 
 

@@ -138,7 +138,7 @@ def solve(weight: Tensor, hessian: Tensor, grid: Grid, *, shortfall: Tensor | No
     order = torch.argsort(importance, descending=True, stable=True)
     stored = order if grid.has_stored_order else None
     group_of = _group_of(weight.shape[1], grid, stored).to(weight.device)
-    inverse, damping = _inverse_factor(hessian[order][:, order])
+    inverse, damping = _inverse_factor(hessian, order)
     if shortfall is not None:
         # Source: GPTAQ (arXiv 2504.02692) takes the same target column by column; here it is solved for at once.
         weight = weight.clone()
@@ -223,22 +223,22 @@ def _nearest(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (weight / scale).round_().add_(zero).clamp_(0, 15)
 
 
-def _inverse_factor(hessian: Tensor) -> tuple[Tensor, float]:
-    """Upper triangular U with U^T U = (hessian + damping)^-1, and the damping that made it possible.
+def _inverse_factor(hessian: Tensor, order: Tensor) -> tuple[Tensor, float]:
+    """Upper triangular U with U^T U = (hessian + damping)^-1 in the given order, and the damping that made it possible.
 
-    The factor of the reversed matrix, reversed again, is U^-1: one Cholesky and one triangular solve.
+    The factor of the matrix in reversed order, reversed again, is U^-1: one Cholesky and one triangular solve.
     """
+    backwards = order.flip(0)
     mean = hessian.diagonal().mean()
     damping = FIRST_DAMPING
     while damping <= LAST_DAMPING:
-        damped = hessian.flip(0, 1)
+        damped = hessian[backwards[:, None], backwards]
         damped.diagonal().add_(damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
-        del damped
         if not bool(failed):
-            upper = lower.flip(0, 1)
-            del lower
-            inverse = torch.linalg.solve_triangular(upper, torch.eye(len(upper), device=upper.device), upper=True)
+            solved = torch.linalg.solve_triangular(lower, _identity(damped), upper=False)
+            del lower, damped
+            inverse = solved.flip(0, 1)
             if bool(torch.isfinite(inverse).all()):
                 return inverse, damping
         damping *= 10
@@ -246,6 +246,12 @@ def _inverse_factor(hessian: Tensor) -> tuple[Tensor, float]:
         f"the inputs of a product make no positive definite Hessian, even with damping {LAST_DAMPING:g}",
         hint="give more calibration text with --samples, or other text with --calib",
     )
+
+
+def _identity(square: Tensor) -> Tensor:
+    """The identity, in the memory of a square matrix that is no longer needed."""
+    square.zero_().diagonal().fill_(1.0)
+    return square
 
 
 def _descend_columns(
