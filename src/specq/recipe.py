@@ -102,6 +102,37 @@ class QuantizeSection(_Section):
     strict_shapes: bool = False
 
 
+class DistillSection(_Section):
+    """How `specq distill` trains a drafter on the target's own answers.
+
+    `prompts` and `eval_prompts` are "bundled" or files; without the latter `held_out` prompts are kept from the former.
+    `minutes` ends training before `steps` do. `unroll` levels are drafted in training, each weighing `unroll_decay` of
+    the one before. `layers`, for an intermediate only, are those kept of the target.
+    """
+
+    prompts: str = "bundled"
+    eval_prompts: str | None = None
+    held_out: int = Field(default=16, ge=1)
+    max_prompts: int | None = Field(default=None, ge=1)
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=2.0)], ...] = Field(default=(0.0, 1.0), min_length=1)
+    max_new_tokens: int = Field(default=256, ge=2)
+    length: int = Field(default=1024, ge=8)
+    steps: int = Field(default=2000, ge=1)
+    minutes: float | None = Field(default=None, gt=0.0)
+    batch_tokens: int = Field(default=8192, ge=16)
+    learning_rate: float = Field(default=5e-4, gt=0.0)
+    warmup: float = Field(default=0.03, ge=0.0, lt=1.0)
+    unroll: int = Field(default=4, ge=1, le=8)
+    unroll_decay: float = Field(default=0.8, gt=0.0, le=1.0)
+    feature_weight: float = Field(default=0.1, ge=0.0)
+    ce_weight: float = Field(default=1.0, ge=0.0)
+    noise: float = Field(default=0.1, ge=0.0)
+    trim_vocab: int | None = Field(default=None, ge=1)
+    layers: int | None = Field(default=None, ge=1)
+    eval_tokens: int = Field(default=128, ge=8)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+
+
 class Recipe(_Section):
     """Everything that decides what runs. Unknown keys are errors."""
 
@@ -111,6 +142,7 @@ class Recipe(_Section):
     drafter: Annotated[DrafterSection, BeforeValidator(_as_ref)] = Field(default_factory=DrafterSection)
     pipeline: Annotated[PipelineSection, BeforeValidator(_as_pipeline)] = Field(default_factory=PipelineSection)
     sampling: Sampling = Field(default_factory=Sampling)
+    distill: DistillSection = Field(default_factory=DistillSection)
     context: int | None = Field(default=None, ge=2)
 
 
@@ -243,6 +275,7 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
         "drafter": DrafterSection,
         "pipeline": PipelineSection,
         "sampling": Sampling,
+        "distill": DistillSection,
     }
     section = sections.get(str(location[0]), Recipe) if len(location) > 1 else Recipe
     return list(section.model_fields)

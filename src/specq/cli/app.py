@@ -21,6 +21,7 @@ VERBS = {
     "chat": "Chat with a model on the terminal, or with lines from standard input.",
     "run": "Write one answer to standard output.",
     "quantize": "Write a model in 4 bits, layer by layer, and measure what that lost.",
+    "distill": "Train a drafter on text that the target writes itself.",
     "check": "Say test by test whether a target and a drafter fit.",
     "doctor": "Show what this machine has, and what a model would need.",
     "recipe": "List, show or check recipes.",

@@ -1,0 +1,108 @@
+"""`specq distill`: a drafter trained on text that the target wrote."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specq.cli.console import Console, table
+from specq.cli.options import Dtype, Model, Offline, OutputOptions, Overrides, VerbCommand, assignments, takes_options
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+class Kind(str, Enum):
+    eagle = "eagle"
+    intermediate = "intermediate"
+
+
+def _setting(flag: str, metavar: str, help: str, **limits: Any) -> Any:
+    return typer.Option(flag, metavar=metavar, help=help, show_default=False, **limits)
+
+
+@app.command(cls=VerbCommand)
+@takes_options
+def distill(
+    model: Model = None,
+    *,
+    kind: Annotated[Kind, typer.Option("--kind", help="An EAGLE-2 head, or a smaller model of the same tokenizer.")],
+    folder: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder of the drafter.")],
+    layers: Annotated[
+        int | None, _setting("--layers", "N", "For an intermediate: how many of the target's layers it keeps.", min=1)
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        _setting("--prompts", "FILE", "One prompt a line, or .jsonl with `prompt` or `turns`; default a few of specq's."),
+    ] = None,
+    eval_prompts: Annotated[
+        str | None,
+        _setting("--eval-prompts", "FILE", "What accept length is measured on; default some of --prompts, held out."),
+    ] = None,
+    minutes: Annotated[float | None, _setting("--minutes", "M", "End training after this time.")] = None,
+    steps: Annotated[int | None, _setting("--steps", "N", "End training after these steps.", min=1)] = None,
+    trim_vocab: Annotated[
+        int | None, _setting("--trim-vocab", "N", "For a head: draft only the N ids the target writes most.", min=1)
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="cpu|cuda[:N]", help="Default: the GPU if there is one.", show_default=False)
+    ] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option("--dtype", help="Number format of computation; default auto.", show_default=False)
+    ] = Dtype.auto,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is in DIR, and drop an unfinished run of other settings.")
+    ] = False,
+    set: Overrides = None,
+    offline: Offline = False,
+    revision: Annotated[str | None, _setting("--revision", "R", "Branch, tag or commit of a Hub model.")] = None,
+    output: OutputOptions,
+) -> None:
+    """Train a drafter on text that the target writes itself.
+
+    The target answers the prompts, the drafter learns to foresee the answers, and its accept length is measured on
+    prompts it has not seen. What was done so far survives a stop: run the same command again. All settings are keys
+    of the recipe's `distill` section.
+    """
+    with Console(quiet=output.quiet).working() as console:
+        from specq.recipe import resolve
+
+        flags = {
+            "distill.layers": layers,
+            "distill.prompts": prompts,
+            "distill.eval_prompts": eval_prompts,
+            "distill.minutes": minutes,
+            "distill.steps": steps,
+            "distill.trim_vocab": trim_vocab,
+            "target.revision": revision,
+        }
+        recipe = resolve(model, overrides=[*(set or []), *assignments(flags)])
+
+        from specq.hub import resolve_model
+        from specq.spec.load import choose_device
+        from specq.train.distill import Job, distill
+
+        progress = console.progress()
+        try:
+            target = resolve_model(
+                recipe.target.model, revision=recipe.target.revision, offline=offline or None, progress=progress
+            )
+            job = Job(kind.value, recipe, target, folder, choose_device(device), dtype.value, overwrite)
+            manifest = distill(job, say=progress)
+        finally:
+            progress.clear()
+        if output.as_json:
+            console.document({"folder": str(folder), **manifest})
+            return
+        console.line(table([_row(result) for result in manifest["evaluation"]]))
+        console.note(f"{folder}: trained on {manifest['training']['answer_tokens_seen']} answer tokens; see README.md")
+
+
+def _row(result: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        result["pipeline"],
+        f"temperature {result['temperature']:g}",
+        f"accept length {result['accept_len']} over {result['prompts']} prompts, the target's own token included",
+    )

@@ -1,0 +1,1 @@
+"""Distillation: drafters trained on text that the target wrote."""

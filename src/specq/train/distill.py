@@ -1,0 +1,282 @@
+"""One distillation from prompts to a finished folder: answers, training, evaluation, model card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specq.checkpoint import read_config
+from specq.environment import describe_environment
+from specq.errors import UsageError
+from specq.hub import Snapshot, cache_dir
+from specq.models.causal_lm import CausalLM
+from specq.models.eagle_loader import load_head
+from specq.models.loader import load_model
+from specq.recipe import DistillSection, Recipe
+from specq.tensors import gguf_config
+from specq.tokenizer import Tokenizer
+from specq.train import card, evaluation
+from specq.train.data import (
+    AnswerStore,
+    BatchSource,
+    Sequences,
+    choose_prompts,
+    encode_prompts,
+    frequent_ids,
+)
+from specq.train.eagle import HeadTask
+from specq.train.generate import AnswerWriter
+from specq.train.intermediate import IntermediateTask, choose_layers, layer_importance
+from specq.train.loop import Progress, train
+from specq.train.workspace import Workspace, check_output, open_workspace
+
+IMPORTANCE_BATCHES = 4
+DIGEST_BYTES = 1 << 16
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+ANSWERS_AT_ONCE = {"cpu": 16, "cuda": 2048}
+CACHE_PART = 4
+"""Answers written at once may take a quarter of a GPU's free memory for K and V."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, from what, and where it goes."""
+
+    kind: str  # "eagle" or "intermediate"
+    recipe: Recipe
+    target: Snapshot
+    output: Path
+    device: str
+    dtype: str = "auto"
+    overwrite: bool = False
+
+    @property
+    def settings(self) -> DistillSection:
+        return self.recipe.distill
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A job with its models loaded and its data at hand."""
+
+    job: Job
+    model: CausalLM
+    tokenizer: Tokenizer
+    sequences: Sequences
+    held_out: list[list[int]]
+    digest: str
+
+
+def distill(job: Job, *, say: Say) -> dict[str, Any]:
+    """The manifest of the finished folder `job.output`.
+
+    Raises a SpecqError of the fitting kind before weights are read when prompts, output or options do not fit. A run
+    that was killed goes on where its last checkpoint or shard of answers ended.
+    """
+    settings = job.settings
+    check_output(job.output, overwrite=job.overwrite)
+    if job.kind == "intermediate" and settings.layers is None:
+        raise UsageError("an intermediate needs a number of layers", hint="give --layers N")
+    if job.kind == "intermediate" and settings.trim_vocab is not None:
+        raise UsageError("a trimmed vocabulary is for EAGLE heads", hint="leave out --trim-vocab")
+    training, held_out = choose_prompts(settings)
+    tokenizer = Tokenizer.load(job.target.path)
+    longest = settings.length - 1
+    prompts, held_out_ids = (encode_prompts(tokenizer, each, longest=longest) for each in (training, held_out))
+    digest = target_digest(job.target.path)
+    with open_workspace(job.output, _fingerprint(job, digest), overwrite=job.overwrite) as workspace:
+        say(f"loading {job.target.repo_id or job.target.path.name}")
+        model = load_model(job.target.path, device=job.device, dtype=job.dtype)
+        sequences = _answers(job, model, tokenizer, prompts, digest, say)
+        run = _Run(job, model, tokenizer, sequences, held_out_ids, digest)
+        manifest = _distill_head(run, workspace, say) if job.kind == "eagle" else _distill_model(run, workspace, say)
+        workspace.publish()
+    return manifest
+
+
+def target_digest(path: Path) -> str:
+    """A hash of the target: its configs and, of every file of weights, name, size and both ends."""
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in WEIGHT_SUFFIXES)
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with open(file, "rb") as handle:
+            digest.update(handle.read(DIGEST_BYTES))
+            handle.seek(max(0, size - DIGEST_BYTES))
+            digest.update(handle.read(DIGEST_BYTES))
+    return digest.hexdigest()
+
+
+def _fingerprint(job: Job, digest: str) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it goes on with."""
+    return {"kind": job.kind, "target": digest, "dtype": job.dtype, **job.settings.model_dump(mode="json")}
+
+
+def _answers(
+    job: Job, model: CausalLM, tokenizer: Tokenizer, prompts: list[list[int]], digest: str, say: Say
+) -> Sequences:
+    """The target's answers, from the cache as far as they are there: both kinds of drafter share them."""
+    settings = job.settings
+    kind = job.device.partition(":")[0]
+    shard = _answers_at_once(model, kind, max(map(len, prompts)) + settings.max_new_tokens)
+    shared = {
+        "target": digest,
+        "prompts": prompts,
+        "temperatures": settings.temperatures,
+        "max_new_tokens": settings.max_new_tokens,
+        "seed": settings.seed,
+        "shard": shard,
+    }
+    name = hashlib.sha256(json.dumps(shared).encode()).hexdigest()[:32]
+    writer = AnswerWriter(
+        model, vocab=tokenizer.size, stop_ids=tokenizer.eos_ids, max_new_tokens=settings.max_new_tokens
+    )
+
+    def write(part: Sequence[list[int]], temperature: float, number: int) -> list[list[int]]:
+        return writer.answers(part, temperature=temperature, seed=(settings.seed << 20) + number)
+
+    store = AnswerStore(cache_dir() / "answers" / name)
+    return store.collect(prompts, write, temperatures=settings.temperatures, shard=shard, say=say)
+
+
+def _answers_at_once(model: CausalLM, device: str, slots: int) -> int:
+    """Prompts answered together: a fixed number, less where K and V would crowd the GPU (then a power of two)."""
+    most = ANSWERS_AT_ONCE[device]
+    if device == "cpu":
+        return most
+    one = 2 * model.spec.layers * model.spec.kv_heads * model.spec.head_dim * slots * model.dtype.itemsize
+    fitting = torch.cuda.mem_get_info(model.device)[0] // CACHE_PART // one
+    return min(most, 1 << max(0, int(fitting).bit_length() - 1))
+
+
+def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
+    settings, model = run.job.settings, run.model
+    kept = None
+    if settings.trim_vocab is not None:
+        if settings.trim_vocab >= model.spec.vocab:
+            raise UsageError(
+                f"--trim-vocab {settings.trim_vocab} leaves nothing out of a vocabulary of {model.spec.vocab}",
+                hint="give a smaller number, or leave it out",
+            )
+        kept = frequent_ids(run.sequences, settings.trim_vocab, vocab=model.spec.vocab)
+    task = HeadTask(model, settings, kept_ids=kept)
+    progress = train(task, _source(run), settings, checkpoint=workspace.checkpoint, say=say)
+    folder = workspace.staging()
+    task.save(folder)
+    card.write_json(folder / "config.json", task.config)
+    head = load_head(folder, model)
+    pipeline = evaluation.eagle2_pipeline(
+        run.job.recipe, model, head, run.tokenizer, context=settings.length + settings.eval_tokens
+    )
+    results = evaluation.measure_accept_lengths(
+        pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say
+    )
+    manifest = _manifest(run, progress, results)
+    card.write_json(folder / card.MANIFEST, manifest)
+    use = f"specq chat {manifest['target']['name']} --pipeline eagle2 --drafter {run.job.output.name}"
+    card.write_card(folder, manifest, title=f"EAGLE-2 head for {manifest['target']['name']}", use=use)
+    return manifest
+
+
+def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
+    settings, model = run.job.settings, run.model
+    assert settings.layers is not None
+    source = _source(run)
+    say("measuring what each layer matters")
+    sample = [batch for batch, _ in zip(source.batches(0), range(IMPORTANCE_BATCHES), strict=False)]
+    importance = layer_importance(model, sample)
+    layers = choose_layers(importance, settings.layers)
+    task = IntermediateTask(model, settings, layers=layers)
+    progress = train(task, source, settings, checkpoint=workspace.checkpoint, say=say)
+    folder = workspace.staging()
+    task.save_weights(folder)
+    card.write_json(folder / "config.json", task.config(source_config(run.job.target.path)))
+    copy_tokenizer(run.job.target.path, folder)
+    student = load_model(folder, device=run.job.device, dtype=run.job.dtype)
+    pipeline = evaluation.sequence_pipeline(
+        run.job.recipe, model, student, run.tokenizer, context=settings.length + settings.eval_tokens
+    )
+    results = evaluation.measure_accept_lengths(
+        pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say
+    )
+    manifest = _manifest(run, progress, results) | {
+        "layers": layers,
+        "importance_kl": [round(each, 5) for each in importance],
+    }
+    card.write_json(folder / card.INTERMEDIATE_MANIFEST, manifest)
+    name = manifest["target"]["name"]
+    use = f"specq chat {name} --pipeline sequence --intermediate {run.job.output.name}"
+    card.write_card(folder, manifest, title=f"{len(layers)} layers of {name}, distilled", use=use)
+    return manifest
+
+
+def _source(run: _Run) -> BatchSource:
+    settings = run.job.settings
+    return BatchSource(
+        run.sequences, length=settings.length, batch_tokens=settings.batch_tokens, seed=settings.seed
+    )
+
+
+def _manifest(run: _Run, progress: Progress, results: list[dict[str, Any]]) -> dict[str, Any]:
+    job = run.job
+    return {
+        "kind": job.kind,
+        "target": {
+            "name": job.target.repo_id or job.recipe.target.model,
+            "revision": job.target.revision,
+            "digest": run.digest,
+            "dtype": str(run.model.dtype).removeprefix("torch."),
+        },
+        "evaluation": results,
+        "training": {
+            "steps": progress.step,
+            "seconds": round(progress.seconds, 1),
+            "answer_tokens_seen": progress.tokens,
+            "sequences": len(run.sequences.ids),
+            "answer_tokens": run.sequences.answer_tokens,
+            "curve": progress.curve,
+        },
+        "settings": job.settings.model_dump(mode="json"),
+        "environment": describe_environment(job.device),
+    }
+
+
+def source_config(path: Path) -> dict[str, Any]:
+    """The target's config.json, or what its GGUF header makes of one."""
+    if path.is_dir() and (path / "config.json").is_file():
+        return dict(read_config(path))
+    return dict(gguf_config(path if path.is_file() else next(path.glob("*.gguf"))))
+
+
+def copy_tokenizer(path: Path, folder: Path) -> None:
+    """Copy the target's tokenizer files, or those made of its GGUF file."""
+    origin = path
+    if path.is_file() or not (path / "tokenizer.json").is_file():
+        from specq import gguf_tokenizer
+
+        origin = gguf_tokenizer.convert(path) if path.is_file() or any(path.glob("*.gguf")) else path
+    for name in TOKENIZER_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
