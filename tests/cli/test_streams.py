@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 
 import pytest
@@ -84,6 +85,14 @@ def test_a_terminal_redraws_one_line(monkeypatch) -> None:
     progress.clear()
     assert screen.getvalue().count("\r\x1b[K") == 3
     assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_a_log_line_takes_the_place_of_the_progress(monkeypatch) -> None:
+    screen = use_screen(monkeypatch)
+    with Console().working(divert=False) as console:
+        console.progress()("loading")
+        logging.getLogger("specq").warning("look out")
+    assert screen.getvalue().endswith("loading\x1b[22m\r\x1b[Kwarning: look out\n")
 
 
 @pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])

@@ -28,6 +28,7 @@ class Console:
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
         self._data: TextIO | None = None
+        self._progress: Progress | None = None
         self.can_redraw = not quiet and is_terminal(sys.stderr)
 
     @contextmanager
@@ -36,7 +37,7 @@ class Console:
 
         Without `divert` standard output stays as it is, which line editing on a terminal needs.
         """
-        with _shown_log(self.quiet):
+        with _shown_log(self):
             if not divert:
                 yield self
                 return
@@ -69,10 +70,11 @@ class Console:
     def note(self, text: str) -> None:
         """Says something on standard error, unless --quiet."""
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            self.reply(text)
 
     def reply(self, text: str) -> None:
         """Says on standard error what the person just asked for, --quiet or not."""
+        self.clear_progress()
         print(text, file=sys.stderr, flush=True)
 
     def dim(self, text: str, stream: TextIO | None = None) -> str:
@@ -80,7 +82,14 @@ class Console:
         return f"\x1b[2m{text}\x1b[22m" if text and has_colour(stream or sys.stderr) else text
 
     def progress(self) -> Progress:
-        return Progress(self)
+        """Where to say how far something is."""
+        self._progress = Progress(self)
+        return self._progress
+
+    def clear_progress(self) -> None:
+        """Takes the line of progress away, so that another can be written there."""
+        if self._progress is not None:
+            self._progress.clear()
 
 
 class Progress:
@@ -197,18 +206,17 @@ def _diverted_stdout() -> Iterator[TextIO]:
 
 
 @contextmanager
-def _shown_log(quiet: bool) -> Iterator[None]:
+def _shown_log(console: Console) -> Iterator[None]:
     """The log of specq's modules as lines on standard error; quiet shows errors only, no Python warnings."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LowerCase("%(levelname)s: %(message)s"))
+    handler = _NoteHandler(console)
     logger = logging.getLogger("specq")
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.ERROR if quiet else logging.INFO)
+    logger.setLevel(logging.ERROR if console.quiet else logging.INFO)
     logger.propagate = False
     try:
         with warnings.catch_warnings():
-            if quiet:
+            if console.quiet:
                 warnings.simplefilter("ignore")
             yield
     finally:
@@ -217,10 +225,13 @@ def _shown_log(quiet: bool) -> Iterator[None]:
         logger.propagate = propagate
 
 
-class _LowerCase(logging.Formatter):
-    """`warning: ...`; what is only information comes without a word before it."""
+class _NoteHandler(logging.Handler):
+    """`warning: ...` on standard error; what is only information comes without a word before it."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        if record.levelno <= logging.INFO:
-            return record.getMessage()
-        return f"{record.levelname.lower()}: {record.getMessage()}"
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        self._console.reply(level + record.getMessage())
