@@ -80,6 +80,17 @@ def test_a_recipes_section_is_used_and_flags_win(call, source: Path, small: list
     assert (settings["method"], settings["group_size"]) == ("gptq", 32)
 
 
+def test_a_recipe_is_never_quantized_silently(call, source: Path, small: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"target: {source}\nquantize:\n  group_size: 32\n")
+    words = ["--pipeline", "plain", "--max-new-tokens", "2"]
+    done = call("run", recipe, "hello", *words)
+    assert done.code == 2
+    assert "specq quantize RECIPE" in done.err
+    assert call("quantize", recipe, "-o", tmp_path / "out", *small).code == 0
+    assert call("run", recipe, "hello", *words, "--set", f"target={tmp_path / 'out'}").code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

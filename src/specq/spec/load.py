@@ -56,6 +56,11 @@ def load_pipeline(
     models = {role: snapshot for role, snapshot in snapshots.items() if role in MODEL_ROLES}
     specs = {role: model_spec(snapshot.path) for role, snapshot in models.items()}
     heads = {role.removesuffix("_head"): HeadFiles(s.path) for role, s in snapshots.items() if role not in models}
+    if recipe.quantize is not None and specs["target"].quantization is None:
+        raise UsageError(
+            f"the recipe wants `{recipe.target.model}` in 4 bits, and it is in 16",
+            hint="specq quantize RECIPE -o DIR, then --set target=DIR",
+        )
     if "intermediate" in models:
         _require_fit(models["target"].path, models["intermediate"].path)
     for role, files in heads.items():
