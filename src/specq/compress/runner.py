@@ -24,7 +24,7 @@ from specq.compress.calibration import TokenSet, calibration_tokens, evaluation_
 from specq.compress.evaluation import Score, evaluate
 from specq.compress.layers import LayerQuantizer, MatrixReport, Stream
 from specq.compress.plan import Plan, Settings, disk_bytes, peak_bytes, plan_quantization
-from specq.compress.workspace import Workspace, check_output, open_workspace, require_disk
+from specq.compress.workspace import Workspace, check_output, disk_errors, open_workspace, require_disk
 from specq.environment import describe_environment, package_version
 from specq.errors import NotEnoughMemoryError, UsageError
 from specq.models.loader import EMBEDDING, check_tensors, choose_dtype, expected_tensors, model_spec
@@ -37,6 +37,9 @@ log = logging.getLogger("specq")
 
 CHUNK_TOKENS = 2048
 """Tokens that run through a layer at once."""
+
+DEVICE_SHARE = 0.9
+"""Up to this share of a device's free memory is planned with; beyond it activations go to the host."""
 
 EVALUATION_SAMPLES, EVALUATION_LENGTH = 24, 256
 HASHING_THREADS = 4
@@ -119,6 +122,8 @@ def quantize(
     settings, calibration = settings or Settings(), calibration or Calibration()
     provenance = provenance or Provenance(source.name)
     started = time.monotonic()
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
     output = output.absolute()
     if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
         raise UsageError(f"`{output}` is or holds the source itself", hint="choose another folder with -o")
@@ -156,10 +161,11 @@ def quantize(
     with open_workspace(output, fingerprint, overwrite=overwrite) as workspace:
         resumed, matrices = job.quantize_layers(workspace, tokens)
         on_progress("writing")
-        staged = workspace.staging()
-        num_bytes = writer.write_weights(staged, job.all_tensors(workspace))
-        writer.write_configs(staged, source, spec, plan, settings)
-        writer.copy_companions(staged, source, tokenizer)
+        with disk_errors(output.parent):
+            staged = workspace.staging()
+            num_bytes = writer.write_weights(staged, job.all_tensors(workspace))
+            writer.write_configs(staged, source, spec, plan, settings)
+            writer.copy_companions(staged, source, tokenizer)
         scores = job.evaluate(staged, held_out)
         report = Report(
             output=output,
@@ -260,7 +266,7 @@ class _Job:
         width = self.spec.hidden + self.spec.heads * self.spec.head_dim
         needed = 2 * tokens.numel() * width * self.dtype.itemsize + peak_bytes(self.spec, itemsize=self.dtype.itemsize)
         free = free_bytes(self.device)
-        on_host = free is not None and needed > 0.9 * free
+        on_host = free is not None and needed > DEVICE_SHARE * free
         streams = tuple(
             Stream(Activations(device, on_host=on_host), Activations(device, on_host=on_host)) for _ in range(2)
         )

@@ -42,7 +42,7 @@ class Workspace:
 
     def write_layer(self, index: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         """Keep a layer's tensors, durable before this returns. Raises DiskFullError."""
-        with _disk_errors(self.folder), write_atomically(self._layer(index)) as path:
+        with disk_errors(self.folder), write_atomically(self._layer(index)) as path:
             save_file(dict(tensors), path, metadata={RECORD: json.dumps(record)})
 
     def read_layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -83,7 +83,7 @@ def open_workspace(output: Path, fingerprint: Mapping[str, Any], *, overwrite: b
     """
     check_output(output, overwrite=overwrite)
     folder = output.with_name(f".{output.name}.specq")
-    with _disk_errors(output.parent):
+    with disk_errors(output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(output.with_name(f".{output.name}.specq.lock"))
     try:
@@ -118,6 +118,25 @@ def require_disk(folder: Path, num_bytes: int) -> None:
         )
 
 
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turns a full disk and a folder that cannot be written into errors of their kind."""
+    try:
+        yield
+    except SafetensorError as error:  # it wraps the system's error in a text
+        if "No space" not in str(error) and "os error 28" not in str(error):
+            raise
+        raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UsageError(
+                f"`{folder}` cannot be written: {error.strerror}", hint="choose another with -o"
+            ) from error
+        raise
+
+
 def _match(folder: Path, fingerprint: Mapping[str, Any], *, overwrite: bool) -> None:
     """Make the folder one of this fingerprint. Raises UsageError naming the first setting that differs."""
     state = folder / STATE
@@ -134,29 +153,10 @@ def _match(folder: Path, fingerprint: Mapping[str, Any], *, overwrite: bool) -> 
                 hint="run it again with the same options to resume, or drop it with --overwrite",
             )
     shutil.rmtree(folder, ignore_errors=True)
-    with _disk_errors(folder.parent):
+    with disk_errors(folder.parent):
         folder.mkdir()
         with write_atomically(state) as path:
             path.write_text(json.dumps(dict(fingerprint), indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turns a full disk and a folder that cannot be written into errors of their kind."""
-    try:
-        yield
-    except SafetensorError as error:  # it wraps the system's error in a text
-        if "No space" not in str(error) and "os error 28" not in str(error):
-            raise
-        raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UsageError(
-                f"`{folder}` cannot be written: {error.strerror}", hint="choose another with -o"
-            ) from error
-        raise
 
 
 def _sync(file: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from factories import random_weights, tiny_config, write_model
 from filelock import FileLock
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from specq.checkpoint import ModelSpec, read_config
@@ -280,6 +280,20 @@ def test_too_little_disk_is_said_before_work_starts(run: Run, source: Path, monk
     with pytest.raises(DiskFullError, match="are needed"):
         run(source)
     assert not (source.parent / "out").exists()
+
+
+@pytest.mark.parametrize("module", ["workspace", "writer"])
+def test_a_disk_that_fills_up_leaves_no_output_and_can_be_resumed(
+    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch, pytest.raises(DiskFullError, match="no room left"):
+        patch.setattr(f"specq.compress.{module}.save_file", full)
+        run(source)
+    assert not (source.parent / "out").exists()
+    assert run(source).resumed_layers == (2 if module == "writer" else 0)
 
 
 def test_a_source_in_fp32_is_written_in_16_bits(run: Run, tmp_path: Path) -> None:

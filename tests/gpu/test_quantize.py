@@ -1,0 +1,59 @@
+"""Quantizing on a GPU: bf16 activations, TF32 sums, activations on the host where they do not fit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import tiny_config, write_model
+
+from specq.compress.plan import Settings
+from specq.compress.runner import Calibration, Report, quantize
+
+pytestmark = pytest.mark.gpu
+
+CALIBRATION = Calibration(samples=32, seq_len=256)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config(hidden_size=256, intermediate_size=512, num_attention_heads=4)
+    return write_model(tmp_path_factory.mktemp("models") / "source", config, dtype=torch.bfloat16)
+
+
+def run(source: Path, output: Path, **options: Any) -> Report:
+    return quantize(source, output, settings=Settings(), calibration=CALIBRATION, device="cuda:0", **options)
+
+
+def digest(report: Report) -> str:
+    return hashlib.sha256((report.output / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_the_gpus_result_is_as_close_as_the_cpus(source: Path, tmp_path: Path) -> None:
+    on_gpu = run(source, tmp_path / "gpu")
+    on_cpu = quantize(source, tmp_path / "cpu", settings=Settings(), calibration=CALIBRATION)
+    assert on_gpu.scores["quantized"].kl < 0.8 * on_gpu.scores["rtn"].kl
+    assert on_gpu.scores["quantized"].kl == pytest.approx(on_cpu.scores["quantized"].kl, rel=0.15)
+    assert on_gpu.peak_device_bytes
+
+
+def test_activations_on_the_host_change_no_bit(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device = run(source, tmp_path / "device")
+    monkeypatch.setattr("specq.compress.runner.DEVICE_SHARE", 0.0)
+    assert digest(run(source, tmp_path / "host")) == digest(on_device)
+
+
+def test_a_stopped_run_resumes_to_the_same_bits(source: Path, tmp_path: Path) -> None:
+    def stop(line: str) -> None:
+        if line.startswith("layer 2 of 2, gate_up"):
+            raise KeyboardInterrupt
+
+    whole = run(source, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path / "out", on_progress=stop)
+    resumed = run(source, tmp_path / "out")
+    assert resumed.resumed_layers == 1
+    assert digest(resumed) == digest(whole)
