@@ -130,21 +130,19 @@ class LayerQuantizer:
     ) -> list[_Part]:
         """Every matrix of the product in 4 bits where planned, all solved in one go since they share their input."""
         rows = [matrix.rows for matrix in matrices]
-        packs = torch.cat([torch.full((matrix.rows,), matrix.grid is not None) for matrix in matrices]).to(
-            weight.device
-        )
         grid = next((matrix.grid for matrix in matrices if matrix.grid is not None), None)
         if grid is None:
             return [_Part(part) for part in weight.split(rows)]
+        packs = torch.cat([torch.full((matrix.rows,), matrix.grid is not None) for matrix in matrices])
+        chosen = slice(None) if bool(packs.all()) else packs.to(weight.device)
+        solution: Solution | None = None
         if self._settings.method == "rtn":
-            solution: Solution | None = None
-            packed = round_to_nearest(weight[packs], grid)
+            packed = round_to_nearest(weight[chosen], grid)
         else:
             moments = self._collect(product, original, layer)
             shortfall = moments.shortfall(weight)
-            solution = solve(
-                weight[packs], moments.hessian(), grid, shortfall=None if shortfall is None else shortfall[packs]
-            )
+            lacking = None if shortfall is None else shortfall[chosen]
+            solution = solve(weight[chosen], moments.hessian(), grid, shortfall=lacking)
             packed = solution.weight
         parts, start = [], 0
         for matrix, dense in zip(matrices, weight.split(rows), strict=True):
