@@ -1,8 +1,10 @@
-"""Tuned tile sizes: JSON keyed by device, kernel and shape; a conservative default where a device has no entry.
+"""Tuned tile sizes: JSON keyed by kernel, shape and device; a conservative default where a device has no entry.
 
-A file holds {"<kernel>": {"<n>x<k>[g<group>]": {"split": 4, "rows": {"16": {...}, "32": {...}, "64": {...}}}}}.
-`split` is one for all row counts, because a row's result must not depend on how many rows there are. The user's own
-file (written by `python -m specq_kernels.tune`) wins over the one in the package.
+A device's file holds {"<kernel>": {"<n>x<k>[g<group>]": {"split": 1, "tail_split": 4, "tail_from": 33792,
+"rows": {"16": {"block_n": 128, "warps": 4, ...}, "32": {...}, "64": {...}}}}}. How K is split is one choice for all row
+counts, because a row's result must not depend on how many rows there are: columns before `tail_from` are summed in
+`split` parts, those after it in `tail_split`. The user's own file (written by `python -m specq_kernels.tune`) wins
+over the one in the package.
 """
 
 from __future__ import annotations
@@ -18,22 +20,42 @@ from typing import Any
 
 from torch import Tensor
 
-from specq_kernels.launch import device_name, num_multiprocessors, row_bucket
+from specq_kernels.launch import device_name, interpreted, num_multiprocessors, row_bucket
 
 Config = dict[str, int]
 
 
 def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None = None) -> Config:
-    """Tile sizes of a product of x [rows, k] with a weight [n, k]: split, block_n, block_m, warps, stages, ..."""
+    """Tile sizes of a product of x [rows, k] with a weight [n, k], both padded: splits, block_n, block_m, warps, ..."""
     bucket = row_bucket(x.shape[0])
     if not x.is_cuda:
-        return {"split": 2, "block_n": 64, "block_m": bucket, "warps": 4, "stages": 1}
+        return {"split": 1, "tail_split": 2, "tail_from": n // 256 * 128, "block_n": 64, "block_m": bucket, "stages": 1}
     entry = lookup(device_name(x.device.index), kernel, shape_key(n, k, group))
     if entry is None:
         warn_untuned(device_name(x.device.index), kernel)
         split = default_split(n, k, num_multiprocessors(x.device.index))
         return {"split": split, "block_n": 64, "block_m": bucket, "warps": 4, "stages": 2 if bucket < 64 else 1}
-    return {"split": entry["split"], "block_m": bucket, **entry["rows"][str(bucket)]}
+    splits = {key: entry[key] for key in ("split", "tail_split", "tail_from")}
+    return {**splits, "block_m": bucket, **entry["rows"][str(bucket)]}
+
+
+def split_of(config: Config, *, n: int, k: int) -> tuple[int, int, int]:
+    """(split, tail_split, tail_from) of a weight [n, k], at most one part a step of 256 k."""
+    split = min(config["split"], k // 256)
+    return split, min(config.get("tail_split", split), k // 256), config.get("tail_from", n)
+
+
+def split_bound(split: int) -> int:
+    """The compiled bound on the number of parts: few values, so that shapes share kernels."""
+    return next(bound for bound in (1, 4, 8, 16, 32) if split <= bound)
+
+
+def launch_options(config: Config, *, early: bool) -> dict[str, object]:
+    """Triton's own launch options; the interpreter takes none."""
+    if interpreted():
+        return {}
+    registers = {"maxnreg": config["registers"]} if config.get("registers") else {}
+    return {"num_warps": config["warps"], "launch_pdl": early, **registers}
 
 
 def default_split(n: int, k: int, processors: int) -> int:

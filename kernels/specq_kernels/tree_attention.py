@@ -214,7 +214,9 @@ def _chunk_kernel(
             acc, top, total = _add_tile(acc, top, total, scores, values)
         at = (chunk * KV_HEADS + kv_head) * rows + row
         tl.store(
-            partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :], acc, mask=is_row[:, None] & is_d[None, :]
+            partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :],
+            acc,
+            mask=is_row[:, None] & is_d[None, :],
         )
         tl.store(top_ptr + at, top, mask=is_row)
         tl.store(total_ptr + at, total, mask=is_row)

@@ -11,7 +11,7 @@ import itertools
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -28,23 +28,21 @@ LAYERS = {  # [out, in] of a layer's four products
     "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
 }
-SPLITS = (1, 2, 3, 4, 5, 6, 8)
-TILES = {  # rows: (block_n, warps, stages, registers a thread or 0, weights straight to registers)
+TILES = {  # rows: (block_n, warps, stages, registers a thread or 0 for the compiler's choice, to registers, k a pass)
     16: (
-        (64, 4, 2, 0, 1), (64, 4, 3, 0, 1), (64, 4, 4, 0, 1), (64, 4, 3, 80, 1), (64, 4, 3, 0, 0), (64, 4, 4, 0, 0),
-        (128, 4, 2, 0, 1), (128, 4, 3, 0, 1), (128, 4, 3, 160, 1), (128, 4, 3, 128, 1), (128, 4, 4, 0, 1),
-        (128, 8, 3, 0, 1), (128, 4, 3, 0, 0),
+        (64, 4, 3, 96, 0, 256), (64, 4, 4, 0, 0, 256), (128, 4, 3, 168, 0, 256), (128, 8, 3, 112, 1, 256),
+        (64, 4, 4, 96, 0, 128), (64, 4, 6, 96, 0, 128), (128, 4, 4, 168, 0, 128), (128, 4, 5, 168, 0, 128),
+        (128, 4, 4, 128, 0, 128), (128, 4, 4, 128, 1, 128), (64, 4, 4, 80, 1, 128),
     ),
     32: (
-        (64, 4, 2, 0, 1), (64, 4, 3, 0, 1), (64, 4, 3, 0, 0), (128, 4, 2, 0, 1), (128, 4, 3, 0, 1), (128, 4, 3, 0, 0),
-        (128, 8, 2, 0, 1), (128, 8, 3, 0, 1),
+        (64, 4, 3, 128, 0, 256), (128, 4, 3, 0, 0, 256), (128, 4, 4, 168, 0, 128), (128, 4, 5, 0, 0, 128),
+        (128, 4, 4, 168, 1, 128), (64, 4, 5, 128, 0, 128),
     ),
     64: (
-        (64, 4, 2, 0, 1), (64, 4, 3, 0, 1), (64, 4, 2, 0, 0), (128, 4, 2, 0, 0), (128, 4, 2, 0, 1), (128, 8, 2, 0, 1),
-        (128, 8, 3, 0, 1), (256, 8, 3, 0, 0),
+        (64, 4, 2, 168, 1, 256), (128, 4, 2, 0, 0, 256), (128, 4, 3, 0, 0, 128), (128, 4, 4, 0, 0, 128),
+        (128, 4, 4, 0, 1, 128), (128, 8, 3, 128, 0, 128), (64, 4, 4, 168, 0, 128), (256, 8, 4, 0, 0, 128),
     ),
 }  # fmt: skip
-PREFETCH = (0, 8)
 WEIGHT_OF_ROWS = {16: 4.0, 32: 1.0, 64: 1.0}  # decoding mostly verifies up to 16 rows
 
 
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit("tuning needs a CUDA device")
     dtype = getattr(torch, options.dtype)
     shapes = sorted({shape for name in options.shapes for shape in parse_shape(name)})
-    compile_all(candidates(SPLITS), dtype, options.group, options.jobs)
+    compile_all(dtype, options.group, options.jobs)
     device = device_name(0)
     path = options.output or configs.user_file(device)
     table = dict(configs.read(path))
@@ -81,48 +79,48 @@ def parse_shape(name: str) -> list[tuple[int, int]]:
     return [(int(n), int(k))]
 
 
-def candidates(splits: Iterable[int]) -> list[configs.Config]:
-    """Every configuration that is tried."""
-    return [
-        {
-            "split": split,
-            "block_m": rows,
-            "block_n": n,
-            "warps": warps,
-            "stages": stages,
-            "registers": regs, "direct": direct,
-            "prefetch": prefetch,
-        }
-        for split in splits
-        for rows, tiles in TILES.items()
-        for (n, warps, stages, regs, direct), prefetch in itertools.product(tiles, PREFETCH)
-    ]
+def tile_configs(rows: int) -> list[configs.Config]:
+    """Every tile that is tried for a row count."""
+    names = ("block_n", "warps", "stages", "registers", "direct", "step")
+    return [{"block_m": rows, **dict(zip(names, tile, strict=True))} for tile in TILES[rows]]
 
 
-def plausible_splits(n: int, k: int) -> list[int]:
-    """Splits that leave each program at least two steps and the device at least one program a multiprocessor."""
-    return [s for s in SPLITS if k // STEP >= 2 * s and n // 64 * s <= 16 * num_multiprocessors(0)]
+def split_candidates(n: int, k: int, processors: int) -> list[configs.Config]:
+    """Ways to split K: one number of parts, or full waves of programs in `split` parts and the rest in finer ones."""
+    tiles, steps = n // 128, k // STEP
+    found = {(parts, parts, n) for parts in (1, 2, 3, 4, 5, 6, 8) if steps >= 2 * parts}
+    for slots, parts in itertools.product((2 * processors, 5 * processors // 2, 3 * processors), (1, 2, 3, 4, 6)):
+        whole = tiles * parts // slots * slots // parts // 2 * 2  # tiles of 128 in full waves
+        for finer in (2 * parts, 4 * parts):
+            if 0 < whole < tiles and steps >= 2 * finer and finer <= 16:
+                found.add((parts, finer, whole * 128))
+    return [dict(zip(("split", "tail_split", "tail_from"), split, strict=True)) for split in sorted(found)]
 
 
 def tune_w4a16(n: int, k: int, *, group: int, dtype: torch.dtype) -> dict[str, object]:
-    """The table entry of one shape: split and, for each row count, the fastest tile with its microseconds."""
+    """The table entry of one shape: how K is split and, for each row count, the fastest tile with its microseconds."""
     first = random_weight(n, k, group)
     weights = [first, *(random_weight(n, k, group) for _ in range(copies_for(first.num_bytes()) - 1))]
-    best: dict[int, dict[int, dict[str, float]]] = {}
-    for rows in ROW_BUCKETS:
-        x = torch.randn(rows, k, device="cuda", dtype=dtype)
-        sums = group_sums(x, group)
-        for config in candidates(plausible_splits(n, k)):
-            if config["block_m"] != rows or weights[0].padded[0] % config["block_n"]:
-                continue
-            us = graph_us([lambda w=w, c=config, x=x, s=sums: w4a16(x, w, sums=s, config=c) for w in weights],
-                          repeats=3, target_us=600)  # fmt: skip
-            tile = {key: value for key, value in config.items() if key not in ("split", "block_m")}
-            found = best.setdefault(config["split"], {}).setdefault(rows, {"us": float("inf")})
-            if us < found["us"]:
-                best[config["split"]][rows] = {**tile, "us": round(us, 2)}
-    split = min(best, key=lambda s: sum(WEIGHT_OF_ROWS[r] * best[s][r]["us"] for r in ROW_BUCKETS))
-    return {"split": split, "rows": {str(rows): best[split][rows] for rows in ROW_BUCKETS}}
+    inputs = {rows: torch.randn(rows, k, device="cuda", dtype=dtype) for rows in ROW_BUCKETS}
+    sums = {rows: group_sums(x, group) for rows, x in inputs.items()}
+    best: dict[str, object] = {}
+    best_us = float("inf")
+    for split in split_candidates(*first.padded, num_multiprocessors(0)):
+        fastest = {}
+        for rows in ROW_BUCKETS:
+            tiles = [c for c in tile_configs(rows) if split["tail_from"] % c["block_n"] == 0 == n % c["block_n"]]
+            timed = [(time_w4a16(weights, inputs[rows], sums[rows], {**split, **tile}), tile) for tile in tiles]
+            us, tile = min(timed, key=lambda pair: pair[0])
+            fastest[rows] = {**{key: v for key, v in tile.items() if key != "block_m"}, "us": round(us, 2)}
+        total = sum(WEIGHT_OF_ROWS[rows] * fastest[rows]["us"] for rows in ROW_BUCKETS)
+        if total < best_us:
+            best_us, best = total, {**split, "rows": {str(rows): tile for rows, tile in fastest.items()}}
+    return best
+
+
+def time_w4a16(weights: Sequence[W4Weight], x: torch.Tensor, sums: torch.Tensor, config: configs.Config) -> float:
+    calls = [lambda w=w: w4a16(x, w, sums=sums, config=config) for w in weights]
+    return graph_us(calls, repeats=3, target_us=500)
 
 
 def random_weight(n: int, k: int, group: int) -> W4Weight:
@@ -132,15 +130,16 @@ def random_weight(n: int, k: int, group: int) -> W4Weight:
     return pack_w4(codes, scales, group_size=group)
 
 
-def compile_all(todo: Sequence[configs.Config], dtype: torch.dtype, group: int, jobs: int) -> None:
+def compile_all(dtype: torch.dtype, group: int, jobs: int) -> None:
     """Fill Triton's cache from several processes, so that measuring waits for no compiler."""
+    todo = [{"split": split, **tile} for split in (1, 4, 8, 16) for rows in ROW_BUCKETS for tile in tile_configs(rows)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         list(pool.map(_compile_some, [todo[i::jobs] for i in range(jobs)], [dtype] * jobs, [group] * jobs))
 
 
 def _compile_some(todo: Sequence[configs.Config], dtype: torch.dtype, group: int) -> None:
-    weight = random_weight(256, STEP * max(SPLITS), group)
+    weight = random_weight(256, STEP * 16, group)
     for config in todo:
         w4a16(torch.randn(config["block_m"], weight.shape[1], device="cuda", dtype=dtype), weight, config=config)
     torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from torch import Tensor
 from specq_kernels import configs
 from specq_kernels.group_sums import group_sums, sums_shape
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel
-from specq_kernels.w4_layout import FORMS, STEP, W4Weight
+from specq_kernels.w4_layout import FORMS, W4Weight
 
 
 def w4a16(
@@ -85,23 +85,23 @@ def _product(
     padded_n, padded_k = weight.padded
     check_tensor("sums", sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
     config = config or configs.product_config("w4a16", x, n=padded_n, k=padded_k, group=weight.group_size)
-    split = min(config["split"], padded_k // STEP)
+    split, tail_split, tail_from = configs.split_of(config, n=padded_n, k=padded_k)
+    most = max(split, tail_split)
     out = torch.empty(rows, n_out, dtype=x.dtype, device=x.device)
-    partials = x.new_empty(split * rows * padded_n if split > 1 else 1, dtype=torch.float32)
+    partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
+    tiles, tail_tiles = tail_from // config["block_n"], (padded_n - tail_from) // config["block_n"]
     early = has_dependent_launch(x)
-    options = {} if interpreted() else {"num_warps": config["warps"], "launch_pdl": early}
-    if config.get("registers") and not interpreted():
-        options["maxnreg"] = config["registers"]
-    _w4a16_kernel[(padded_n // config["block_n"], split)](
+    _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
         x, weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, partials, weight.counters,
-        rows, n_out, k, padded_n, padded_k,
+        rows, n_out, k, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
         GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
-        BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], SPLIT=split, STAGES=config["stages"],
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
+        STEP=config.get("step", 256),
+        STAGES=config["stages"], HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         SILU=weight.is_gate_up, EVEN_K=k == padded_k, EVEN_M=rows == config["block_m"],
-        PTX=x.is_cuda and torch.version.cuda is not None,
-        EARLY=early, PREFETCH=config.get("prefetch", 0), DIRECT=bool(config.get("direct", 0)), **options,
+        PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early, DIRECT=bool(config.get("direct", 0)),
+        **configs.launch_options(config, early=early),
     )  # fmt: skip
     return out
 
@@ -190,22 +190,6 @@ def _half_to_float(bits, FP16: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_weights(w_ptr, row_words, first_word, num_bytes, pid_n, NB: tl.constexpr):
-    """Ask for this program's first weights in L2; they do not depend on the kernel before."""
-    address = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64) * row_words + first_word
-    tl.inline_asm_elementwise(
-        asm="""{
-        .reg .pred p;
-        .reg .u32 t;
-        mov.u32 t, %tid.x;
-        setp.lt.u32 p, t, $3;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        constraints="=r,l,r,r", args=[address, num_bytes, NB], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@triton.jit
 def _finish(
     acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -230,41 +214,47 @@ def _finish(
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "tiles", "tail_tiles", "split", "tail_split"])
 def _w4a16_kernel(
     x_ptr, w_ptr, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
-    rows, n_out, k_size, padded_n, padded_k,
+    rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
-    PTX: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr, DIRECT: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_N, BLOCK_M] of W x.T over one of SPLIT ranges of K; layout of `w` and `meta` in w4_layout.
+    """One tile [BLOCK_N, BLOCK_M] of W x.T over one part of K; layout of `w` and `meta` in w4_layout.
+
+    The first `tiles` tiles are cut into `split` parts, the `tail_tiles` after them into `tail_split`: finer units at
+    the end even out the last wave of programs.
 
     The matrix instruction multiplies codes plus MAGIC (exact in 16 bits) by x; per group
     acc += (dot - (MAGIC + zero) * sum(x)) * scale, so that neither subtraction nor scale is paid per weight.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     NB: tl.constexpr = BLOCK_N // 16
-    GROUPS: tl.constexpr = 256 // GROUP  # groups a step
-    WORDS: tl.constexpr = 5 if FORM == 3 else (GROUPS // 2 if FORM == 0 else GROUPS)
+    GROUPS: tl.constexpr = STEP // GROUP  # groups a pass of the loop
+    PASSES: tl.constexpr = 256 // STEP  # passes a block of 256 k, the unit of `meta` and of the split
+    WORDS: tl.constexpr = 5 if FORM == 3 else (128 // GROUP if FORM == 0 else 256 // GROUP)
     MAGIC: tl.constexpr = (128.0 if dtype == tl.bfloat16 else 1024.0) if PTX else 0.0
     HIGH_ROWS: tl.constexpr = 16.0 if PTX and dtype == tl.float16 else 1.0  # factor of the codes in rows h = 1
 
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    pid_n = tl.program_id(0)
-    pid_k = tl.program_id(1)
+    unit = tl.program_id(0)
+    is_tail = unit >= tiles * split
+    unit = tl.where(is_tail, unit - tiles * split, unit)
+    across = tl.where(is_tail, tail_tiles, tiles)
+    parts = tl.where(is_tail, tail_split, split)
+    pid_n = tl.where(is_tail, tiles, 0) + unit % across
+    pid_k = unit // across
     steps = padded_k // 256
-    first = pid_k * steps // SPLIT
-    last = (pid_k + 1) * steps // SPLIT
+    first = pid_k * steps // parts
+    last = (pid_k + 1) * steps // parts
     row_words = padded_k * 2  # of 16 rows
     w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_words + tl.arange(0, 128)[None, :]
-    if EARLY and PREFETCH > 0:
-        num = tl.minimum(last - first, PREFETCH) * 2048
-        _prefetch_weights(w_ptr, row_words, first * 512, num, pid_n, NB)
     if DIRECT:
-        c0, c1, c2, c3 = _load_step(w_ptrs, first, DIRECT)  # weights do not depend on the kernel before
+        c0, c1, c2, c3 = _load_chunks(w_ptrs, first * PASSES, STEP, DIRECT)  # weights do not depend on the kernel before
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
@@ -273,14 +263,14 @@ def _w4a16_kernel(
     factor = tl.where(offs_row % 16 < 8, 1.0, HIGH_ROWS)
     inverse = tl.where(offs_row % 16 < 8, 1.0, 1.0 / HIGH_ROWS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):
+    for step in tl.range(first * PASSES, last * PASSES, num_stages=STAGES):
         if not DIRECT:
-            c0, c1, c2, c3 = _load_step(w_ptrs, step, DIRECT)
-        meta_ptrs = meta_ptr + step * (WORDS * padded_n) + offs_n
+            c0, c1, c2, c3 = _load_chunks(w_ptrs, step, STEP, DIRECT)
+        meta_ptrs = meta_ptr + (step // PASSES) * (WORDS * padded_n) + offs_n
         if FORM == 3:
             top = tl.load(meta_ptrs)
         for j in tl.static_range(GROUPS):
-            group = step * GROUPS + j
+            in_block = (step % PASSES) * GROUPS + j  # this group's place among those of 256 k
             if GROUP == 128:
                 w = _codes_tile(_two_chunks(c0, c1, NB) if j == 0 else _two_chunks(c2, c3, NB), dtype, PTX, NB, 2, 4)
             elif GROUP == 64:
@@ -290,53 +280,61 @@ def _w4a16_kernel(
                 w = _codes_tile(_half_chunk(chunk, j % 2, NB), dtype, PTX, NB, 1, 2)
             minimum = inverse
             if FORM == 0:
-                word = tl.load(meta_ptrs + (j // 2) * padded_n) >> (16 * (j % 2))
+                word = tl.load(meta_ptrs + (in_block // 2) * padded_n) >> (16 * (in_block % 2))
                 scale = _half_to_float(word, SCALE_FP16) * inverse
                 shift = MAGIC + 8.0 * factor
             elif FORM == 3:
-                sub = tl.load(meta_ptrs + (1 + j // 4) * padded_n) >> (8 * (j % 4))
-                low = tl.load(meta_ptrs + (3 + j // 4) * padded_n) >> (8 * (j % 4))
+                sub = tl.load(meta_ptrs + (1 + in_block // 4) * padded_n) >> (8 * (in_block % 4))
+                low = tl.load(meta_ptrs + (3 + in_block // 4) * padded_n) >> (8 * (in_block % 4))
                 scale = _half_to_float(top, SCALE_FP16) * (sub & 255).to(tl.float32) * inverse
                 shift = MAGIC + 0.0 * factor
                 minimum = -_half_to_float(top >> 16, SCALE_FP16) * (low & 255).to(tl.float32)
             else:
-                word = tl.load(meta_ptrs + j * padded_n)
+                word = tl.load(meta_ptrs + in_block * padded_n)
                 scale = _half_to_float(word, SCALE_FP16) * inverse
                 if FORM == 1:
                     shift = MAGIC + ((word >> 16) & 0xFFFF).to(tl.float32) * factor
                 else:
                     shift = MAGIC + 0.0 * factor
                     minimum = _half_to_float(word >> 16, SCALE_FP16)
+            group = step * GROUPS + j
             acc = _add_group(acc, w, x_ptr, sums_ptr, group, rows, k_size, scale, shift, minimum,
                              GROUP, BLOCK_M, EVEN_K, EVEN_M, FORM >= 2)  # fmt: skip
         if DIRECT:
-            c0, c1, c2, c3 = _load_step(w_ptrs, tl.minimum(step + 1, last - 1), DIRECT)
+            c0, c1, c2, c3 = _load_chunks(w_ptrs, tl.minimum(step + 1, last * PASSES - 1), STEP, DIRECT)
 
     is_last = True
-    if SPLIT > 1:
-        offs_m = tl.arange(0, BLOCK_M)
-        at = offs_m[None, :] * padded_n + offs_n[:, None]
-        mask = (offs_m < rows)[None, :]
-        tl.store(partial_ptr + pid_k * rows * padded_n + at, acc, mask=mask)
-        tl.debug_barrier()  # every thread's partials are written before the arrival is counted
-        arrived = tl.atomic_add(counter_ptr + pid_n, 1, sem="acq_rel")
-        is_last = arrived == SPLIT - 1
-        if is_last:
-            tl.store(counter_ptr + pid_n, 0)
-            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            for part in tl.static_range(SPLIT):
-                acc += tl.load(partial_ptr + part * rows * padded_n + at, mask=mask, other=0.0)
+    if MOST > 1:
+        if parts > 1:
+            # partials [parts, padded_n / BLOCK_N, BLOCK_M, BLOCK_N]: offsets in a tile are constants
+            offs_m = tl.arange(0, BLOCK_M)
+            at = offs_m[None, :] * BLOCK_N + offs_row[:, None]
+            mask = (offs_m < rows)[None, :]
+            tile_ptr = partial_ptr + pid_n * (BLOCK_M * BLOCK_N)
+            tl.store(tile_ptr + pid_k * (BLOCK_M * padded_n) + at, acc, mask=mask)
+            tl.debug_barrier()  # every thread's partials are written before the arrival is counted
+            arrived = tl.atomic_add(counter_ptr + pid_n, 1, sem="acq_rel")
+            is_last = arrived == parts - 1
+            if is_last:
+                tl.store(counter_ptr + pid_n, 0)
+                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+                for part in tl.static_range(MOST):
+                    acc += tl.load(tile_ptr + at, mask=mask & (part < parts), other=0.0)
+                    tile_ptr += BLOCK_M * padded_n
     if is_last:
         _finish(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
                 BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
 
 
 @triton.jit
-def _load_step(w_ptrs, step, DIRECT: tl.constexpr):
-    """The words of a step of 256 k, four chunks; volatile keeps the compiler from staging them in shared memory."""
-    at = w_ptrs + step * 512
-    return (tl.load(at, volatile=DIRECT), tl.load(at + 128, volatile=DIRECT), tl.load(at + 256, volatile=DIRECT),
-            tl.load(at + 384, volatile=DIRECT))  # fmt: skip
+def _load_chunks(w_ptrs, step, STEP: tl.constexpr, DIRECT: tl.constexpr):
+    """The words of a pass, chunks of 64 k; volatile keeps the compiler from staging them in shared memory."""
+    at = w_ptrs + step * (STEP * 2)
+    c0 = tl.load(at, volatile=DIRECT)
+    c1 = tl.load(at + 128, volatile=DIRECT)
+    if STEP == 128:
+        return c0, c1, c0, c1
+    return c0, c1, tl.load(at + 256, volatile=DIRECT), tl.load(at + 384, volatile=DIRECT)
 
 
 @triton.jit

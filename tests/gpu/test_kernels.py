@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specq_kernels.tree_attention import pack_mask, tree_attention, tree_attention_ref
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
 
@@ -82,8 +83,17 @@ def test_rows_agree_bitwise_across_tile_sizes() -> None:
     tiles = [(16, 64, 4, 3), (16, 128, 8, 3), (16, 256, 8, 3), (32, 128, 4, 3), (32, 128, 8, 2)]
     tiles += [(64, 128, 8, 2), (64, 256, 8, 2), (64, 256, 16, 2)]
     for block_m, block_n, warps, stages in tiles:
-        config = {"split": 4, "block_n": block_n, "block_m": block_m, "warps": warps, "stages": stages}
-        results.append(w4a16(x[:block_m].contiguous(), weight, config=config)[:16])
+        config = {
+            "split": 2,
+            "tail_split": 8,
+            "tail_from": 1280,
+            "block_n": block_n,
+            "block_m": block_m,
+            "warps": warps,
+            "stages": stages,
+        }
+        for direct in (0, 1):
+            results.append(w4a16(x[:block_m].contiguous(), weight, config={**config, "direct": direct})[:16])
     for other in results[1:]:
         assert torch.equal(results[0], other)
 
@@ -91,7 +101,54 @@ def test_rows_agree_bitwise_across_tile_sizes() -> None:
 def test_split_k_repeats_bitwise() -> None:
     weight = random_weight(512, 8192, 128, "symmetric")
     x = torch.randn(5, 8192, device="cuda", dtype=torch.bfloat16)
-    config = {"split": 8, "block_n": 64, "block_m": 16, "warps": 4, "stages": 3, "prefetch": 8}
+    config = {"split": 5, "tail_split": 16, "tail_from": 256, "block_n": 64, "block_m": 16, "warps": 4, "stages": 3}
     first = w4a16(x, weight, config=config)
     for _ in range(200):
         assert torch.equal(first, w4a16(x, weight, config=config))
+
+
+def tree_case(
+    nodes: int, heads: int, kv_heads: int, head_dim: int, length: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q = torch.randn(nodes, heads, head_dim, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, kv_heads, 4096, head_dim, device="cuda", dtype=dtype).unbind()
+    return q, k, v, torch.tensor([length], dtype=torch.int32, device="cuda")
+
+
+def random_ancestors(nodes: int) -> torch.Tensor:
+    ancestors = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        ancestors[node] |= ancestors[int(torch.randint(max(0, node - 7), node, ()))]
+    return ancestors.cuda()
+
+
+SHAPES = [(32, 8, 128), (64, 8, 128), (9, 3, 64), (14, 2, 64), (8, 1, 96), (32, 32, 80)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_tree_attention_equals_the_float64_definition(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    for nodes, length, window in ((1, 0, None), (60, 1000, None), (13, 2050, 300), (64, 700, 64)):
+        q, k, v, at = tree_case(nodes, heads, kv_heads, head_dim, length, dtype)
+        ancestors = random_ancestors(nodes)
+        mask, depths = pack_mask(ancestors), ancestors.sum(1, dtype=torch.int32) - 1
+        out = tree_attention(q, k, v, mask, at, depths=depths, window=window)
+        wide = (t.double() for t in (q, k, v))
+        reference = tree_attention_ref(*wide, mask, at, depths=depths, window=window)
+        assert error(out, reference) < 2 * TOLERANCE[dtype]  # the weights are rounded to 16 bits too
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_a_chain_row_does_not_depend_on_how_many_rows_run(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    q, k, v, at = tree_case(64, heads, kv_heads, head_dim, 1000, dtype)
+    chain = pack_mask(torch.ones(64, 64, dtype=torch.bool, device="cuda").tril())
+    whole = tree_attention(q, k, v, chain, at)
+    for first, last in ((0, 1), (0, 8), (7, 8), (10, 27), (20, 60), (63, 64)):
+        rows = slice(first, last)
+        part = tree_attention(q[rows].contiguous(), k, v, chain[: last - first].contiguous(), at + first)
+        assert torch.equal(part, whole[rows]), (first, last)

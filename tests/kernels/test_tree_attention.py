@@ -38,7 +38,9 @@ def random_case(nodes: int, heads: int, kv_heads: int, head_dim: int, length: in
     return q, k, v, torch.tensor([length], dtype=torch.int32)
 
 
-def causal_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: list[int], node: int, window: int | None) -> torch.Tensor:
+def causal_last(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: list[int], node: int, window: int | None
+) -> torch.Tensor:
     """Plain attention of one query over the keys of its own branch, in order."""
     shared = q.shape[1] // k.shape[0]
     keys, values = (t[:, slots].double().repeat_interleave(shared, 0) for t in (k, v))

@@ -1,0 +1,199 @@
+"""Writes to the static cache: append of a forward's nodes with rotary embedding, and compaction of accepted nodes.
+
+Lengths are read on the device, so that one CUDA graph serves every length; both launches change the cache only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def append_rotary(
+    qkv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    length: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rotated q [nodes, heads, head_dim]; writes rotated k, and v, of node i to slot length + i of one layer's cache.
+
+    qkv [nodes, (heads + 2 * kv_heads) * head_dim], q first, then k, then v; k, v [kv_heads, max_len, head_dim];
+    cos, sin float32 [max_position, head_dim / 2], scaling included; positions int32 [nodes]; length int32 [1].
+    Halves rotate (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). q_norm, k_norm [head_dim]: RMSNorm of each head
+    before the rotation (Qwen3). The caller sees to length + nodes <= max_len. Raises ValueError naming the argument.
+    """
+    kv_heads, max_len, head_dim = k.shape
+    check_tensor("k", k, shape=(None, None, None), dtype=FLOATS)
+    check_tensor("v", v, shape=tuple(k.shape), dtype=k.dtype, device=k.device)
+    check_tensor("qkv", qkv, shape=(None, None), dtype=k.dtype, device=k.device)
+    nodes, columns = qkv.shape
+    heads = columns // head_dim - 2 * kv_heads
+    if heads < 1 or columns % head_dim or head_dim % 2:
+        raise ValueError(f"qkv: {columns} columns do not hold q, k and v of {kv_heads} kv heads of {head_dim}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(name, table, shape=(None, head_dim // 2), dtype=torch.float32, device=k.device)
+    check_tensor("positions", positions, shape=(nodes,), dtype=torch.int32, device=k.device)
+    check_tensor("length", length, shape=(1,), dtype=torch.int32, device=k.device)
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm: given without k_norm, or the reverse")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check_tensor(name, weight, shape=(head_dim,), device=k.device)
+    if not runs_kernel(qkv):
+        return append_rotary_ref(qkv, k, v, cos, sin, positions, length, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    q = qkv.new_empty(nodes, heads, head_dim)
+    early = has_dependent_launch(qkv)
+    options = {} if interpreted() else {"num_warps": 1, "launch_pdl": early}
+    _append_kernel[(nodes, heads + 2 * kv_heads)](
+        qkv, q, k, v, cos, sin, positions, length, q_norm if q_norm is not None else cos,
+        k_norm if k_norm is not None else cos, max_len, eps, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
+        BLOCK=triton.next_power_of_2(head_dim // 2), HAS_NORM=q_norm is not None, EARLY=early, **options,
+    )  # fmt: skip
+    return q
+
+
+def append_rotary_ref(
+    qkv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    length: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The definition, in float32."""
+    kv_heads, _, head_dim = k.shape
+    x = qkv.unflatten(1, (-1, head_dim))
+    heads = x.shape[1] - 2 * kv_heads
+    turned = x[:, : heads + kv_heads].float()
+    if q_norm is not None and k_norm is not None:
+        norms = torch.cat([q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)]).float()
+        turned = turned * torch.rsqrt(turned.square().mean(-1, keepdim=True) + eps) * norms
+    a, b = turned.chunk(2, dim=-1)
+    c, s = (table[positions.long()][:, None] for table in (cos, sin))
+    turned = torch.cat([a * c - b * s, b * c + a * s], -1).to(qkv.dtype)
+    slots = slice(int(length), int(length) + qkv.shape[0])
+    k[:, slots] = turned[:, heads:].transpose(0, 1)
+    v[:, slots] = x[:, heads + kv_heads :].transpose(0, 1)
+    return turned[:, :heads].contiguous()
+
+
+def compact(k: Tensor, v: Tensor, path: Tensor, count: Tensor, length: Tensor) -> None:
+    """Move slot length + path[i] to slot length + i for i < count, in every layer, in one launch.
+
+    k, v [layers, kv_heads, max_len, head_dim], changed in place; path int32 [n <= 64], ascending nodes (entries from
+    `count` on are not read); count, length int32 [1]. Raises ValueError naming the argument.
+    """
+    check_tensor("k", k, shape=(None, None, None, None), dtype=FLOATS)
+    check_tensor("v", v, shape=tuple(k.shape), dtype=k.dtype, device=k.device)
+    check_tensor("path", path, shape=(None,), dtype=torch.int32, device=k.device)
+    for name, scalar in (("count", count), ("length", length)):
+        check_tensor(name, scalar, shape=(1,), dtype=torch.int32, device=k.device)
+    if not 1 <= path.shape[0] <= MAX_ROWS:
+        raise ValueError(f"path: {path.shape[0]} entries, the kernel takes 1 to {MAX_ROWS}")
+    if not runs_kernel(k):
+        compact_ref(k, v, path, count, length)
+        return
+    layers, kv_heads, max_len, head_dim = k.shape
+    early = has_dependent_launch(k)
+    options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
+    _compact_kernel[(layers * kv_heads, 2)](
+        k, v, path, count, length, max_len, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_P=triton.next_power_of_2(path.shape[0]), EARLY=early, **options,
+    )  # fmt: skip
+
+
+def compact_ref(k: Tensor, v: Tensor, path: Tensor, count: Tensor, length: Tensor) -> None:
+    """The definition."""
+    start, n = int(length), int(count)
+    for cache in (k, v):
+        cache[:, :, start : start + n] = cache[:, :, start + path[:n].long()]
+
+
+@triton.jit
+def _append_kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, position_ptr, length_ptr, q_norm_ptr, k_norm_ptr, max_len, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One head of one node a program: query, key or value by its number."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    node = tl.program_id(0)
+    head = tl.program_id(1)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    offs = tl.arange(0, BLOCK)
+    mask = offs < HALF
+    source = qkv_ptr + (node * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM + offs
+    a = tl.load(source, mask=mask, other=0.0)
+    b = tl.load(source + HALF, mask=mask, other=0.0)
+    slot = (tl.load(length_ptr) + node).to(tl.int64)
+    if head >= HEADS + KV_HEADS:
+        target = v_ptr + ((head - HEADS - KV_HEADS) * max_len + slot) * HEAD_DIM + offs
+        tl.store(target, a, mask=mask)
+        tl.store(target + HALF, b, mask=mask)
+    else:
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        if HAS_NORM:
+            scale = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / HEAD_DIM + eps)
+            norm_ptr = tl.where(head < HEADS, q_norm_ptr.to(tl.int64), k_norm_ptr.to(tl.int64))
+            norm_ptr = norm_ptr.to(q_norm_ptr.dtype) + offs
+            x = x * scale * tl.load(norm_ptr, mask=mask, other=0.0).to(tl.float32)
+            y = y * scale * tl.load(norm_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+        at = tl.load(position_ptr + node) * HALF + offs
+        cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
+        first = (x * cos - y * sin).to(q_ptr.dtype.element_ty)
+        second = (y * cos + x * sin).to(q_ptr.dtype.element_ty)
+        if head < HEADS:
+            target = q_ptr + (node * HEADS + head) * HEAD_DIM + offs
+        else:
+            target = k_ptr + ((head - HEADS) * max_len + slot) * HEAD_DIM + offs
+        tl.store(target, first, mask=mask)
+        tl.store(target + HALF, second, mask=mask)
+
+
+@triton.jit
+def _compact_kernel(
+    k_ptr, v_ptr, path_ptr, count_ptr, length_ptr, max_len,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """All moved rows of one layer and head a program: every row is read before any is written."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    length = tl.load(length_ptr)
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_d = tl.arange(0, BLOCK_D)
+    is_kept = offs_p < tl.load(count_ptr)
+    node = tl.load(path_ptr + offs_p, mask=is_kept, other=0)
+    mask = is_kept[:, None] & (offs_d < HEAD_DIM)[None, :]
+    base = tl.program_id(0).to(tl.int64) * max_len + length
+    source = (base + node)[:, None] * HEAD_DIM + offs_d[None, :]
+    target = (base + offs_p)[:, None] * HEAD_DIM + offs_d[None, :]
+    if tl.program_id(1) == 0:
+        rows = tl.load(k_ptr + source, mask=mask, other=0.0)
+        tl.debug_barrier()
+        tl.store(k_ptr + target, rows, mask=mask)
+    else:
+        rows = tl.load(v_ptr + source, mask=mask, other=0.0)
+        tl.debug_barrier()
+        tl.store(v_ptr + target, rows, mask=mask)

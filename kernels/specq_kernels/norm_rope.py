@@ -1,0 +1,146 @@
+"""The vector kernels between products: RMSNorm with residual, SiLU of gate and up; both can emit group sums.
+
+Rotary embedding lives with the cache (kv_cache.append_rotary), where its result is written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specq_kernels.group_sums import group_sums_ref, sums_shape
+from specq_kernels.launch import check_tensor, has_dependent_launch, interpreted, runs_kernel
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None, group: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(y, h, sums): h = x + residual (x itself without one), y = h / rms(h) * weight, sums as `group_sums(y, group)`.
+
+    x and residual [rows, K]; weight [K]. h is rounded to x's dtype before it is normalised; `sums` is None without
+    `group`. Raises ValueError naming the argument.
+    """
+    rows, k = check_matrix("x", x)
+    check_tensor("weight", weight, shape=(k,), dtype=FLOATS, device=x.device)
+    if residual is not None:
+        check_tensor("residual", residual, shape=(rows, k), dtype=x.dtype, device=x.device)
+    if not runs_kernel(x):
+        return rms_norm_ref(x, weight, eps=eps, residual=residual, group=group)
+    y = torch.empty_like(x)
+    h = torch.empty_like(x) if residual is not None else x
+    sums = x.new_empty(sums_shape(x, group), dtype=torch.float32) if group else None
+    block = max(256, triton.next_power_of_2(k))
+    early = has_dependent_launch(x)
+    options = {} if interpreted() else {"num_warps": min(16, max(4, block // 1024)), "launch_pdl": early}
+    _rms_norm_kernel[(rows,)](
+        x, residual if residual is not None else x, weight, y, h, sums if sums is not None else y, k,
+        sums.shape[0] if sums is not None else 0, eps, HAS_RESIDUAL=residual is not None, GROUP=group or 0,
+        STRIDE=sums.shape[1] if sums is not None else 0, BLOCK=block, EARLY=early, **options,
+    )  # fmt: skip
+    return y, h, sums
+
+
+def rms_norm_ref(
+    x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None, group: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The definition, in float32."""
+    h = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    wide = h.float()
+    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return y, h, sums_of(y, group)
+
+
+def silu_mul(gate_up: Tensor, *, group: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """(y, sums): y = silu(gate) * up, [rows, K], of gate_up [rows, 2K] (gate first); sums as in `rms_norm`."""
+    rows, twice = check_matrix("gate_up", gate_up)
+    if twice % 2:
+        raise ValueError(f"gate_up: {twice} columns are not two halves")
+    if not runs_kernel(gate_up):
+        return silu_mul_ref(gate_up, group=group)
+    y = gate_up.new_empty(rows, twice // 2)
+    sums = gate_up.new_empty(sums_shape(y, group), dtype=torch.float32) if group else None
+    columns = sums.shape[0] * group if sums is not None and group else y.shape[1]
+    early = has_dependent_launch(gate_up)
+    options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
+    _silu_mul_kernel[(rows, triton.cdiv(columns, 1024))](
+        gate_up, y, sums if sums is not None else y, y.shape[1], sums.shape[0] if sums is not None else 0,
+        GROUP=group or 0, STRIDE=sums.shape[1] if sums is not None else 0, EARLY=early, **options,
+    )  # fmt: skip
+    return y, sums
+
+
+def silu_mul_ref(gate_up: Tensor, *, group: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """The definition, in float32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    y = (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return y, sums_of(y, group)
+
+
+def sums_of(y: Tensor, group: int | None) -> Tensor | None:
+    """`group_sums_ref(y, group)`, None without a group."""
+    return group_sums_ref(y, group) if group else None
+
+
+def check_matrix(name: str, x: Tensor) -> tuple[int, int]:
+    check_tensor(name, x, shape=(None, None), dtype=FLOATS)
+    return x.shape[0], x.shape[1]
+
+
+@triton.jit
+def _store_sums(y, sums_ptr, row, first, groups, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of y [BLOCK] over groups, from group `first` on; sums [groups, STRIDE]."""
+    sums = tl.sum(tl.reshape(y, (BLOCK // GROUP, GROUP)), 1)
+    offs = first + tl.arange(0, BLOCK // GROUP)
+    tl.store(sums_ptr + offs * STRIDE + row, sums, mask=offs < groups)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, sums_ptr, k, groups, eps,
+    HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row a program; all matrices [rows, k]."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < k
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    at = row.to(tl.int64) * k + offs
+    h = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        h = (h.to(tl.float32) + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)).to(h.dtype)
+        tl.store(h_ptr + at, h, mask=mask)
+    wide = h.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / k + eps)
+    y = (wide * scale * weight).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, mask=mask)
+    if GROUP > 0:
+        _store_sums(y.to(tl.float32), sums_ptr, row, 0, groups, GROUP, STRIDE, BLOCK)
+
+
+@triton.jit
+def _silu_mul_kernel(
+    x_ptr, y_ptr, sums_ptr, k, groups, GROUP: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr
+):
+    """1024 columns of one row a program; x [rows, 2k] gate first, y [rows, k]."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    offs = block * 1024 + tl.arange(0, 1024)
+    mask = offs < k
+    base = x_ptr + row.to(tl.int64) * 2 * k
+    gate = tl.load(base + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(base + k + offs, mask=mask, other=0.0).to(tl.float32)
+    y = (gate / (1.0 + tl.exp(-gate)) * up).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row.to(tl.int64) * k + offs, y, mask=mask)
+    if GROUP > 0:
+        _store_sums(y.to(tl.float32), sums_ptr, row, block * (1024 // GROUP), groups, GROUP, STRIDE, 1024)
