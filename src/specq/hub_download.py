@@ -35,6 +35,7 @@ WEIGHT_FILES = (
     ("*.bin",),
 )
 NOT_WEIGHTS = ("consolidated*", "training_args.bin", "optimizer*", "scheduler*", "*.index.json", "trainer_state.json")
+DESCRIPTION_FILES = ("config.json", "README.md")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -81,6 +82,21 @@ def download(repo_id: str, revision: str | None, *, progress: Progress | None = 
         raise problem
     logger.warning(f"{problem.message}: the cached commit {folder.name} of `{repo_id}` is used")
     return folder
+
+
+def fetch_description(repo_id: str, revision: str | None) -> Path:
+    """The cached folder with a Hub model's config.json and model card, fetched where they are missing; weights never.
+
+    Raises: AccessError, OfflineError, UsageError, DiskFullError.
+    """
+    try:
+        with _quiet():
+            folder = huggingface_hub.snapshot_download(
+                repo_id, revision=revision, allow_patterns=list(DESCRIPTION_FILES)
+            )
+        return Path(folder)
+    except (errors.HFValidationError, _transport_error(), OSError) as error:
+        raise _explain(error, repo_id, revision) from error
 
 
 def _fetch(repo_id: str, revision: str | None, info: Any, progress: Progress | None) -> Path:

@@ -87,7 +87,9 @@ def _usage(command: Any) -> Iterator[str]:
 
 
 def _row(param: Any) -> str:
-    names = ", ".join(f"`{name}`" for name in param.opts) if param.param_type_name == "option" else f"`{param.metavar}`"
+    # shortest first: the parser keeps the names of --help in a set, in another order each time
+    opts = sorted(param.opts, key=len)
+    names = ", ".join(f"`{name}`" for name in opts) if param.param_type_name == "option" else f"`{param.metavar}`"
     value = "" if param.param_type_name == "argument" or getattr(param, "is_flag", False) else f" `{_value(param)}`"
     return f"| {names}{value} | {param.help} |".replace("cpu|cuda", "cpu\\|cuda")
 
