@@ -26,7 +26,7 @@ SMALLEST, LARGEST = 0.45, 1.06
 FIRST_DAMPING, LAST_DAMPING = 0.01, 1.0
 """Shares of the mean diagonal added to a Hessian: the usual one, and where raising it tenfold ends."""
 
-DRIFT_SHARE, RESIDUAL_SHARE = 0.5, 0.0
+DRIFT_SHARE, RESIDUAL_SHARE = 0.5, 0.5
 """How much of what a product's inputs and its residual stream lack is made up for; all of it fits the calibration
 text too closely."""
 

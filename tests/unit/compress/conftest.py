@@ -43,7 +43,7 @@ def run(tmp_path: Path, text: str) -> Callable[..., Report]:
 
     def run(source: Path, name: str = "out", *, calibration: Calibration | None = None, **rest: Any) -> Report:
         options = {key: rest.pop(key) for key in ("overwrite", "on_progress", "provenance") if key in rest}
-        calibration = calibration or Calibration(text, samples=4, seq_len=64)
+        calibration = calibration or Calibration(text, samples=16, seq_len=64)
         return quantize(source, tmp_path / name, settings=Settings(**rest), calibration=calibration, **options)
 
     return run

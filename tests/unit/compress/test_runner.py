@@ -195,7 +195,7 @@ def test_a_killed_process_resumes_to_the_same_bits(run: Run, source: Path, text:
         "from specq.compress.runner import Calibration, quantize\n"
         "def hear(line):\n"
         "    if line.startswith('layer 2 of 2, gate_up'): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "calibration = Calibration(sys.argv[3], samples=4, seq_len=64)\n"
+        "calibration = Calibration(sys.argv[3], samples=16, seq_len=64)\n"
         "quantize(Path(sys.argv[1]), Path(sys.argv[2]), calibration=calibration, on_progress=hear)\n"
     )
     command = [sys.executable, "-c", script, str(source), str(tmp_path / "out"), text]
