@@ -245,7 +245,10 @@ def test_head_of_another_hidden_size_fails(target: Path, tmp_path: Path) -> None
         ({"fc.weight": (64,)}, "drafter", "`fc.weight` of the head is [64], not a matrix"),
         ({"fc.bias": None}, "drafter", "promises a bias of fc"),
         ({"layers.0.self_attn.k_proj.weight": (64, 64)}, "hidden size", "k_proj.weight` of the head is [64, 64]"),
-        ({"embed_tokens.weight": (300, 64)}, "vocabulary", "its embedding has 300 rows"),
+        ({"fc.bias": (32,)}, "hidden size", "`fc.bias` of the head is [32]"),
+        ({"embed_tokens.weight": (320, 32)}, "hidden size", "`embed_tokens.weight` of the head is [320, 32]"),
+        ({"layers.0.self_attn.v_proj.bias": (32,)}, "drafter", "a bias on some of q, k and v only"),
+        ({"embed_tokens.weight": (300, 64)}, "vocabulary", "the head's embedding has 300 rows"),
     ],
 )
 def test_head_with_other_tensors_fails(
@@ -279,18 +282,32 @@ def eagle3_shapes() -> dict[str, tuple[int, ...]]:
     }
 
 
-def test_eagle3_head_with_a_trimmed_vocabulary_fits(target: Path, tmp_path: Path) -> None:
-    results = check_pair(target, head(tmp_path / "head", eagle3_shapes(), bias=None))
+def test_eagle3_head_with_a_trimmed_vocabulary_fits(tmp_path: Path) -> None:
+    results = check_pair(
+        model(tmp_path / "target", num_hidden_layers=6), head(tmp_path / "head", eagle3_shapes(), bias=None)
+    )
     assert {result.status for result in results} == {"pass"}
     assert "100 rows for the 320 ids of the tokenizer, named by `d2t`" in [result.detail for result in results]
+
+
+def test_eagle3_head_that_reads_layers_the_target_lacks_fails(target: Path, tmp_path: Path) -> None:
+    status, detail = outcome(target, head(tmp_path / "head", eagle3_shapes(), bias=None), "hidden size")
+    assert (status, "reads layers [2, 1, -1] of a target with 2" in detail) == ("fail", True)
+
+
+def test_narrow_head_without_its_own_output_fails(target: Path, tmp_path: Path) -> None:
+    shapes = {key: tuple(32 if size == 64 else size for size in shape) for key, shape in eagle3_shapes().items()}
+    shapes |= {"fc.weight": (32, 192), "embed_tokens.weight": (320, 32)}
+    del shapes["lm_head.weight"]
+    status, detail = outcome(target, head(tmp_path / "head", shapes, bias=None), "hidden size")
+    assert (status, "hidden size 32, the target 64, and brings no output matrix" in detail) == ("fail", True)
 
 
 @pytest.mark.parametrize(
     ("d2t", "name", "words"),
     [
-        (None, "hidden size", "no `d2t`"),
-        (None, "vocabulary", "100 rows"),
-        ((99,), "vocabulary", "`d2t` has 99 entries"),
+        (None, "vocabulary", "knows 100 of 320 ids and has no `d2t`"),
+        ((99,), "vocabulary", "`d2t` of the head has 99 entries for 100 rows"),
     ],
 )
 def test_trimmed_vocabulary_without_its_table_fails(
@@ -308,7 +325,7 @@ def test_trimmed_vocabulary_that_names_an_unknown_id_fails(target: Path, tmp_pat
     tensors["d2t"][99] = 221
     save_file(tensors, folder / WEIGHTS)
     status, detail = outcome(target, folder, "vocabulary")
-    assert (status, "`d2t` names id 320" in detail) == ("fail", True)
+    assert (status, "`d2t` of the head names id 320" in detail) == ("fail", True)
 
 
 def test_head_without_a_rotary_base_is_a_warning(target: Path, tmp_path: Path) -> None:

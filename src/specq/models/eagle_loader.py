@@ -32,6 +32,7 @@ PRODUCTS = (
     *(f"{ATTENTION}{name}_proj" for name in "qkvo"),
     *(f"{MLP}{name}_proj" for name in ("gate", "up", "down")),
 )
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 MLP_NORM = "layers.0.post_attention_layernorm.weight"
 EAGLE3_NORMS = {
     "embedding": "layers.0.input_layernorm.weight",
@@ -95,8 +96,8 @@ class HeadFiles:
     @property
     def draft_vocab(self) -> int:
         """Ids the head itself has logits for."""
-        if self.has("lm_head.weight"):
-            return self.shape("lm_head.weight")[0]
+        if self.has(OUTPUT):
+            return self.shape(OUTPUT)[0]
         # Without a trimmed vocabulary the target's own head is used, padding and all.
         return len(self.integers("d2t")) if self.has("d2t") else int(self.config["vocab_size"])
 
@@ -105,46 +106,79 @@ class HeadFiles:
         """The head's own rotary base, never the target's: heads exist that were trained with another."""
         return RopeSpec.from_config(self.config, max_positions=int(self.config.get("max_position_embeddings") or 2048))
 
-    def check_fit(self, spec: ModelSpec) -> None:
-        """Raise UnsupportedError naming the first size that does not go with a target of this spec."""
+    def check_fit(self, spec: ModelSpec, *, ids: int | None = None) -> None:
+        """Raise UnsupportedError naming the first thing that does not go with a target of this spec.
+
+        `ids` is how many ids its tokenizer has; without it every row of the target's embedding counts.
+        """
+        self.check_sizes(spec)
+        self.check_vocabulary(spec.vocab if ids is None else ids)
+        _ = self.rope
+
+    def check_sizes(self, spec: ModelSpec) -> None:
+        """Raise UnsupportedError naming the first tensor that does not go with this target or with the others."""
         expected = 3 * spec.hidden if self.is_eagle3 else 2 * spec.hidden
         if self.fc_inputs != expected or (not self.is_eagle3 and self.hidden != spec.hidden):
             raise UnsupportedError(
                 f"the head's fc is [{self.hidden}, {self.fc_inputs}] and the target's hidden size is {spec.hidden}",
                 hint="take the head made for this model: specq check TARGET DRAFTER shows every test",
             )
-        if not self.has("embed_tokens.weight") and self.hidden != spec.hidden:
+        for name, what in ((EMBEDDING, "embedding"), (OUTPUT, "output matrix")):
+            if not self.has(name) and self.hidden != spec.hidden:
+                raise UnsupportedError(
+                    f"the head has hidden size {self.hidden}, the target {spec.hidden}, and brings no {what}",
+                    hint="take the head made for this model",
+                )
+        if self.is_eagle3 and not all(0 <= layer <= spec.layers for layer in self._feature_layers(spec.layers)):
             raise UnsupportedError(
-                f"the head has hidden size {self.hidden}, the target {spec.hidden}, and brings no embedding",
+                f"the head reads layers {list(self._feature_layers(spec.layers))} of a target with {spec.layers}",
                 hint="take the head made for this model",
             )
-        if self.draft_vocab < spec.vocab and not self.has("d2t") and self.has("lm_head.weight"):
-            raise UnsupportedError(
-                f"the head knows {self.draft_vocab} of {spec.vocab} ids and has no `d2t` that says which",
-                hint="take a complete copy of the head",
-            )
-        self._check_shapes()
-
-    def _check_shapes(self) -> None:
-        head = self.spec(target_layers=8)  # layer numbers do not matter to shapes
-        inputs = 2 * self.hidden if self.is_eagle3 else self.hidden
-        q, kv = head.heads * head.head_dim, head.kv_heads * head.head_dim
-        expected = {
-            f"{ATTENTION}q_proj.weight": (q, inputs),
-            f"{ATTENTION}k_proj.weight": (kv, inputs),
-            f"{ATTENTION}v_proj.weight": (kv, inputs),
-            f"{ATTENTION}o_proj.weight": (self.hidden, q),
-            f"{MLP}gate_proj.weight": (head.intermediate, self.hidden),
-            f"{MLP}up_proj.weight": (head.intermediate, self.hidden),
-            f"{MLP}down_proj.weight": (self.hidden, head.intermediate),
-            MLP_NORM: (self.hidden,),
-        }
-        for name, shape in expected.items():
-            if self.shape(name) != shape:
+        for name, shape in self._expected_shapes().items():
+            if self.has(name) and self.shape(name) != shape:
                 raise UnsupportedError(
                     f"`{name}` of the head is {list(self.shape(name))}, its other tensors and config say {list(shape)}",
                     hint="check that config.json belongs to these weights",
                 )
+
+    def check_vocabulary(self, ids: int) -> None:
+        """Raise UnsupportedError unless the head reads every id below `ids` and drafts no other."""
+        rows, complete = self.draft_vocab, "take a complete copy of the head"
+        if self.has(EMBEDDING) and self.shape(EMBEDDING)[0] < ids:
+            raise UnsupportedError(
+                f"the head's embedding has {self.shape(EMBEDDING)[0]} rows for {ids} ids",
+                hint="take the head made for this model",
+            )
+        if not self.has("d2t"):
+            if self.has(OUTPUT) and rows < ids:
+                raise UnsupportedError(
+                    f"the head knows {rows} of {ids} ids and has no `d2t` that says which", hint=complete
+                )
+            return
+        offsets = self.integers("d2t").tolist()
+        if len(offsets) != rows:
+            raise UnsupportedError(f"`d2t` of the head has {len(offsets)} entries for {rows} rows", hint=complete)
+        outside = [index + offset for index, offset in enumerate(offsets) if not 0 <= index + offset < ids]
+        if outside:
+            raise UnsupportedError(f"`d2t` of the head names id {outside[0]}, there are {ids} ids", hint=complete)
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor a head may have, from the number of heads and the rows of a few of them."""
+        head = self.spec(target_layers=8)  # layer numbers do not matter to shapes
+        hidden, middle = self.hidden, head.intermediate
+        inputs = 2 * hidden if self.is_eagle3 else hidden
+        q, kv = head.heads * head.head_dim, head.kv_heads * head.head_dim
+        expected: dict[str, tuple[int, ...]] = {"fc.bias": (hidden,), MLP_NORM: (hidden,)}
+        expected |= dict.fromkeys(EAGLE3_NORMS.values(), (hidden,))
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            expected |= {f"{ATTENTION}{name}_proj.weight": (rows, inputs), f"{ATTENTION}{name}_proj.bias": (rows,)}
+        expected |= {
+            f"{ATTENTION}o_proj.weight": (hidden, q),
+            f"{MLP}gate_proj.weight": (middle, hidden),
+            f"{MLP}up_proj.weight": (middle, hidden),
+            f"{MLP}down_proj.weight": (hidden, middle),
+        }
+        return expected | {name: (self.shape(name)[0], hidden) for name in (EMBEDDING, OUTPUT) if self.has(name)}
 
     def _feature_layers(self, target_layers: int) -> tuple[int, ...]:
         """The layers whose entering states an EAGLE-3 head reads: early, middle and late unless the config says."""
@@ -154,8 +188,8 @@ class HeadFiles:
     def _refuse_unknown(self) -> None:
         """Raise unless the tensors are exactly those of one of the known forms."""
         needed = {"fc.weight", MLP_NORM, *(f"{name}.weight" for name in PRODUCTS)}
-        optional = {"fc.bias", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-        optional |= {f"{ATTENTION}{name}_proj.bias" for name in "qkv"}
+        biases = {f"{ATTENTION}{name}_proj.bias" for name in "qkv"}
+        optional = {"fc.bias", EMBEDDING, OUTPUT, "d2t", "t2d"} | biases
         if self.is_eagle3:
             needed |= set(EAGLE3_NORMS.values())
         missing = sorted(needed - self._names.keys())
@@ -164,9 +198,10 @@ class HeadFiles:
         extra = sorted(name for name in self._names.keys() - needed - optional if "rotary_emb" not in name)
         if extra:
             raise UnsupportedError(f"the head holds `{extra[0]}`, which no form that specq reads has", hint=FORMS_HINT)
-        flat = sorted(
-            name for name in needed if name.endswith(("fc.weight", "proj.weight")) and len(self.shape(name)) != 2
-        )
+        if len(biases & self._names.keys()) not in (0, len(biases)):
+            raise UnsupportedError("the head has a bias on some of q, k and v only", hint=FORMS_HINT)
+        matrices = {EMBEDDING, OUTPUT, *(name for name in needed if name.endswith(("fc.weight", "proj.weight")))}
+        flat = sorted(name for name in matrices & self._names.keys() if len(self.shape(name)) != 2)
         if flat:
             raise UnsupportedError(
                 f"`{flat[0]}` of the head is {list(self.shape(flat[0]))}, not a matrix", hint=FORMS_HINT
@@ -188,10 +223,9 @@ def build_head(files: HeadFiles, target: CausalLM) -> EagleHead:
         return files.tensor(name).to(target.device, target.dtype)
 
     def bias_of(prefixes: Sequence[str]) -> Tensor | None:
-        present = [files.has(f"{prefix}.bias") for prefix in prefixes]
-        if any(present) and not all(present):
-            raise UnsupportedError("the head has a bias on some of q, k and v only", hint=FORMS_HINT)
-        return torch.cat([files.tensor(f"{prefix}.bias") for prefix in prefixes]) if all(present) else None
+        if not files.has(f"{prefixes[0]}.bias"):
+            return None
+        return torch.cat([files.tensor(f"{prefix}.bias") for prefix in prefixes])
 
     def product(*prefixes: str) -> nn.Module:
         weights, bias = [files.linear(prefix) for prefix in prefixes], bias_of(prefixes)
@@ -229,9 +263,9 @@ def build_head(files: HeadFiles, target: CausalLM) -> EagleHead:
 
 def _own_embedding(files: HeadFiles, target: CausalLM) -> Tensor | None:
     """The head's embedding where it is not the target's (heads often ship a copy)."""
-    if not files.has("embed_tokens.weight"):
+    if not files.has(EMBEDDING):
         return None
-    own = files.tensor("embed_tokens.weight")
+    own = files.tensor(EMBEDDING)
     theirs = target.embedding
     if own.shape == theirs.shape and torch.equal(own.to(theirs.device, theirs.dtype), theirs.data):
         return None
@@ -241,7 +275,7 @@ def _own_embedding(files: HeadFiles, target: CausalLM) -> Tensor | None:
 def _output(files: HeadFiles, target: CausalLM, target_ids: Tensor | None) -> nn.Module | None:
     """The head's own output product; None where the target's serves."""
     place: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
-    if files.has("lm_head.weight"):
+    if files.has(OUTPUT):
         return make_linear(files.linear("lm_head"), None, **place)
     if target_ids is None:
         return None

@@ -78,7 +78,7 @@ def _fc_bias(files: HeadFiles) -> CheckResult:
 
 def _shapes(files: HeadFiles, target: ModelSpec) -> CheckResult:
     try:
-        files.check_fit(target)
+        files.check_sizes(target)
     except SpecqError as error:
         return failed("hidden size", error)
     detail = f"fc is {files.hidden} x {files.fc_inputs}, the target's hidden size {target.hidden}"
@@ -95,20 +95,12 @@ def _context(config: Mapping[str, Any], target: ModelSpec) -> CheckResult:
 
 def _vocabulary(files: HeadFiles, tokenizer: Tokenizer) -> CheckResult:
     """Rows beyond the tokenizer only pad; a trimmed head needs the table of the ids it knows."""
-    size, embedding, rows = tokenizer.size, "embed_tokens.weight", files.draft_vocab
-    if files.has(embedding) and files.shape(embedding)[0] < size:
-        detail = f"its embedding has {files.shape(embedding)[0]} rows, the tokenizer {size} ids"
-        return CheckResult("vocabulary", "fail", detail)
-    detail = f"{rows} rows for the {size} ids of the tokenizer"
-    if not files.has("d2t"):
-        return CheckResult("vocabulary", "pass" if rows >= size else "fail", detail)
-    offsets = files.integers("d2t").tolist()
-    if len(offsets) != rows:
-        return CheckResult("vocabulary", "fail", f"{detail}, but `d2t` has {len(offsets)} entries")
-    outside = [index + offset for index, offset in enumerate(offsets) if not 0 <= index + offset < size]
-    if outside:
-        return CheckResult("vocabulary", "fail", f"{detail}, but `d2t` names id {outside[0]}")
-    return CheckResult("vocabulary", "pass", f"{detail}, named by `d2t`")
+    try:
+        files.check_vocabulary(tokenizer.size)
+    except SpecqError as error:
+        return failed("vocabulary", error)
+    detail = f"{files.draft_vocab} rows for the {tokenizer.size} ids of the tokenizer"
+    return CheckResult("vocabulary", "pass", f"{detail}, named by `d2t`" if files.has("d2t") else detail)
 
 
 def _rope(files: HeadFiles) -> CheckResult:

@@ -63,9 +63,9 @@ def load_pipeline(
         )
     if "intermediate" in models:
         _require_fit(models["target"].path, models["intermediate"].path)
-    for role, files in heads.items():
-        files.check_fit(specs[role])
     tokenizer = Tokenizer.load(models["target"].path)
+    for role, files in heads.items():
+        files.check_fit(specs[role], ids=tokenizer.size)
     limit = choose_context(specs["target"], recipe.context if context is None else context)
     contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
     check_memory(
