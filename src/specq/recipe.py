@@ -95,7 +95,7 @@ class QuantizeSection(_Section):
     act_order: bool = False
     asym: bool = False
     calib: str = "bundled"
-    samples: int = Field(default=128, ge=1)
+    samples: int | None = Field(default=None, ge=1)
     seq_len: int = Field(default=512, ge=32)
     max_kl: float | None = Field(default=None, gt=0.0)
     format: Literal["gptq", "compressed-tensors"] = "gptq"

@@ -83,7 +83,14 @@ def quantize(
         ),
     ] = None,
     samples: Annotated[
-        int | None, _flag("--samples", metavar="N", min=1, panel=TEXT, help="Sequences to calibrate with; default 128.")
+        int | None,
+        _flag(
+            "--samples",
+            metavar="N",
+            min=1,
+            panel=TEXT,
+            help="Sequences; default 16 tokens for every input of the widest matrix.",
+        ),
     ] = None,
     seq_len: Annotated[
         int | None, _flag("--seq-len", metavar="L", min=32, panel=TEXT, help="Tokens a sequence; default 512.")

@@ -53,6 +53,11 @@ class Plan:
     group_size: int
     warnings: tuple[str, ...]
 
+    @property
+    def widest(self) -> int:
+        """The most inputs any matrix has."""
+        return max(matrix.columns for matrix in self.matrices)
+
     def of(self, name: str) -> MatrixPlan:
         """The plan of a matrix by its name inside a layer, such as "mlp.down_proj"."""
         return next(matrix for matrix in self.matrices if matrix.name == name)

@@ -38,6 +38,9 @@ log = logging.getLogger("specq")
 CHUNK_TOKENS = 2048
 """Tokens that run through a layer at once."""
 
+TOKENS_AN_INPUT = 16
+"""Calibration tokens for every input of the widest matrix, where their number is not given."""
+
 DEVICE_SHARE = 0.9
 """Up to this share of a device's free memory is planned with; beyond it activations go to the host."""
 
@@ -47,10 +50,10 @@ HASHING_THREADS = 4
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which text calibrates: its source, at most how many sequences, and their length in tokens."""
+    """Which text calibrates: its source, at most how many sequences (None: by the model's width), their length."""
 
     source: str = "bundled"
-    samples: int = 128
+    samples: int | None = None
     seq_len: int = 512
 
 
@@ -139,9 +142,8 @@ def quantize(
     tokens = None
     if settings.method == "gptq":
         length = min(calibration.seq_len, spec.max_context)
-        tokens = calibration_tokens(
-            tokenizer, calibration.source, samples=calibration.samples, seq_len=length, offline=offline
-        )
+        samples = calibration.samples or -(-TOKENS_AN_INPUT * plan.widest // length)
+        tokens = calibration_tokens(tokenizer, calibration.source, samples=samples, seq_len=length, offline=offline)
     held_out = evaluation_tokens(
         tokenizer, samples=EVALUATION_SAMPLES, seq_len=min(EVALUATION_LENGTH, spec.max_context)
     )

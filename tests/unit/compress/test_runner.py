@@ -157,6 +157,12 @@ def test_a_gptq_run_beats_rounding_on_the_text_it_saw(run: Run, source: Path, te
     assert report.scores["source"].top1 == 1
 
 
+def test_wider_models_get_more_calibration(run: Run, source: Path) -> None:
+    report = run(source, calibration=Calibration(seq_len=64))
+    assert report.calibration is not None
+    assert report.calibration["samples"] == 16 * 192 // 64
+
+
 def test_the_same_run_writes_the_same_bits(run: Run, source: Path) -> None:
     assert digest(run(source, "a").output) == digest(run(source, "b").output)
 
