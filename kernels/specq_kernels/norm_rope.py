@@ -126,9 +126,7 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(
-    x_ptr, y_ptr, sums_ptr, k, groups, GROUP: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr
-):
+def _silu_mul_kernel(x_ptr, y_ptr, sums_ptr, k, groups, GROUP: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr):
     """1024 columns of one row a program; x [rows, 2k] gate first, y [rows, k]."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

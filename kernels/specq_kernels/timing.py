@@ -15,6 +15,13 @@ def copies_for(num_bytes: int) -> int:
     return max(2, min(64, -(-int(COLD_BYTES) // num_bytes)))
 
 
+def copy_bandwidth() -> float:
+    """Bytes a second of a large copy on this device, read and written bytes both counted."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (graph_us([lambda: target.copy_(source)], target_us=5000) * 1e-6)
+
+
 def graph_us(calls: Sequence[Callable[[], object]], *, repeats: int = 7, target_us: float = 1500.0) -> float:
     """Median microseconds a call, of replays of one CUDA graph that runs `calls` in turn (several rounds if short)."""
     stream = torch.cuda.Stream()

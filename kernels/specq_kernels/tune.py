@@ -1,7 +1,7 @@
 """Measures tile sizes on this machine's GPU and writes them where `configs` looks: `python -m specq_kernels.tune`.
 
 For each shape the split of K is chosen jointly over the row counts (a row's result must not depend on how many rows
-there are); tile width, warps, stages and prefetch then follow for 16, 32 and 64 rows.
+there are); tile width, warps, stages and the rest then follow for 16, 32 and 64 rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import json
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -23,33 +23,42 @@ from specq_kernels.launch import ROW_BUCKETS, device_name, num_multiprocessors
 from specq_kernels.timing import copies_for, graph_us
 from specq_kernels.w4_layout import STEP, W4Weight, pack_w4
 from specq_kernels.w4a16 import w4a16
+from specq_kernels.w16a16 import W16Weight, w16a16
 
 LAYERS = {  # [out, in] of a layer's four products
     "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
 }
-TILES = {  # rows: (block_n, warps, stages, registers a thread or 0 for the compiler's choice, to registers, k a pass)
+HEADS = {"8b": (128256, 4096), "70b": (128256, 8192)}
+W4_NAMES = ("block_n", "warps", "stages", "registers", "direct", "step")
+W4_TILES = {  # by rows; registers 0 is the compiler's choice, direct is weights straight to registers
     16: (
         (64, 4, 3, 96, 0, 256), (64, 4, 4, 0, 0, 256), (128, 4, 3, 168, 0, 256), (128, 8, 3, 112, 1, 256),
-        (64, 4, 4, 96, 0, 128), (64, 4, 6, 96, 0, 128), (128, 4, 4, 168, 0, 128), (128, 4, 5, 168, 0, 128),
-        (128, 4, 4, 128, 0, 128), (128, 4, 4, 128, 1, 128), (64, 4, 4, 80, 1, 128),
+        (64, 4, 2, 96, 1, 256), (64, 4, 4, 96, 0, 128), (128, 4, 4, 168, 0, 128), (64, 4, 4, 80, 1, 128),
     ),
     32: (
-        (64, 4, 3, 128, 0, 256), (128, 4, 3, 0, 0, 256), (128, 4, 4, 168, 0, 128), (128, 4, 5, 0, 0, 128),
-        (128, 4, 4, 168, 1, 128), (64, 4, 5, 128, 0, 128),
+        (64, 4, 3, 128, 0, 256), (64, 4, 3, 128, 1, 256), (128, 4, 3, 0, 0, 256), (128, 4, 4, 168, 0, 128),
+        (64, 4, 5, 128, 0, 128),
     ),
     64: (
-        (64, 4, 2, 168, 1, 256), (128, 4, 2, 0, 0, 256), (128, 4, 3, 0, 0, 128), (128, 4, 4, 0, 0, 128),
-        (128, 4, 4, 0, 1, 128), (128, 8, 3, 128, 0, 128), (64, 4, 4, 168, 0, 128), (256, 8, 4, 0, 0, 128),
+        (64, 4, 2, 168, 1, 256), (64, 4, 3, 0, 1, 256), (128, 4, 3, 0, 0, 128), (128, 4, 4, 0, 0, 128),
+        (64, 4, 4, 168, 0, 128), (256, 8, 4, 0, 0, 128),
     ),
 }  # fmt: skip
-WEIGHT_OF_ROWS = {16: 4.0, 32: 1.0, 64: 1.0}  # decoding mostly verifies up to 16 rows
+W16_NAMES = ("block_n", "warps", "stages")
+W16_TILES = {
+    16: ((64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
+    32: ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 5), (128, 8, 4)),
+    64: ((64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 4), (256, 8, 3)),
+}
+WEIGHT_OF_ROWS = {16: 3.0, 32: 1.0, 64: 1.0}  # decoding mostly verifies up to 16 rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m specq_kernels.tune", description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["8b", "70b"], help="8b, 70b or OUTxIN (default: 8b 70b)")
-    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--kernel", choices=("w4a16", "w16a16"), action="append", help="default: both")
+    parser.add_argument("--group", type=int, default=128, help="group size of w4a16")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--output", type=Path, help="file to write (default: this user's cache)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
@@ -57,32 +66,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         sys.exit("tuning needs a CUDA device")
     dtype = getattr(torch, options.dtype)
-    shapes = sorted({shape for name in options.shapes for shape in parse_shape(name)})
-    compile_all(dtype, options.group, options.jobs)
     device = device_name(0)
     path = options.output or configs.user_file(device)
     table = dict(configs.read(path))
-    for n, k in shapes:
-        entry = tune_w4a16(n, k, group=options.group, dtype=dtype)
-        table.setdefault("w4a16", {})[configs.shape_key(n, k, options.group)] = entry
-        print(f"{n}x{k}", json.dumps(entry), flush=True)
+    for kernel in options.kernel or ("w4a16", "w16a16"):
+        compile_all(kernel, dtype, options.group, options.jobs)
+        for n, k in sorted({shape for name in options.shapes for shape in shapes_of(name, kernel)}):
+            tune = tune_w4a16(n, k, options.group, dtype) if kernel == "w4a16" else tune_w16a16(n, k, dtype)
+            key = configs.shape_key(n, k, options.group if kernel == "w4a16" else None)
+            table.setdefault(kernel, {})[key] = tune
+            print(kernel, key, json.dumps(tune), flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
     print(f"wrote {path}", file=sys.stderr)
 
 
-def parse_shape(name: str) -> list[tuple[int, int]]:
-    """Shapes of a named layer, or one `OUTxIN`."""
+def shapes_of(name: str, kernel: str) -> list[tuple[int, int]]:
+    """Shapes of a named model (its layer's products, or its head for w16a16), or one `OUTxIN`."""
     if name in LAYERS:
-        return list(LAYERS[name].values())
+        return list(LAYERS[name].values()) if kernel == "w4a16" else [HEADS[name]]
     n, k = name.split("x")
     return [(int(n), int(k))]
 
 
-def tile_configs(rows: int) -> list[configs.Config]:
+def tile_configs(kernel: str, rows: int) -> list[configs.Config]:
     """Every tile that is tried for a row count."""
-    names = ("block_n", "warps", "stages", "registers", "direct", "step")
-    return [{"block_m": rows, **dict(zip(names, tile, strict=True))} for tile in TILES[rows]]
+    names, tiles = (W4_NAMES, W4_TILES) if kernel == "w4a16" else (W16_NAMES, W16_TILES)
+    return [{"block_m": rows, **dict(zip(names, tile, strict=True))} for tile in tiles[rows]]
 
 
 def split_candidates(n: int, k: int, processors: int) -> list[configs.Config]:
@@ -97,20 +107,49 @@ def split_candidates(n: int, k: int, processors: int) -> list[configs.Config]:
     return [dict(zip(("split", "tail_split", "tail_from"), split, strict=True)) for split in sorted(found)]
 
 
-def tune_w4a16(n: int, k: int, *, group: int, dtype: torch.dtype) -> dict[str, object]:
-    """The table entry of one shape: how K is split and, for each row count, the fastest tile with its microseconds."""
-    first = random_weight(n, k, group)
-    weights = [first, *(random_weight(n, k, group) for _ in range(copies_for(first.num_bytes()) - 1))]
+def tune_w4a16(n: int, k: int, group: int, dtype: torch.dtype) -> dict[str, object]:
+    """The table entry of one 4-bit shape."""
+    first = random_w4(n, k, group)
+    weights = [first, *(random_w4(n, k, group) for _ in range(copies_for(first.num_bytes()) - 1))]
     inputs = {rows: torch.randn(rows, k, device="cuda", dtype=dtype) for rows in ROW_BUCKETS}
     sums = {rows: group_sums(x, group) for rows, x in inputs.items()}
+
+    def measure(config: configs.Config) -> float:
+        x, s = inputs[config["block_m"]], sums[config["block_m"]]
+        calls = [lambda w=w: w4a16(x, w, sums=s, config=config) for w in weights]
+        return graph_us(calls, repeats=3, target_us=500)
+
+    return choose("w4a16", first.padded[0], split_candidates(*first.padded, num_multiprocessors(0)), measure)
+
+
+def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
+    """The table entry of one 16-bit shape."""
+    weights = [random_w16(n, k, dtype) for _ in range(copies_for(2 * n * k))]
+    inputs = {rows: torch.randn(rows, k, device="cuda", dtype=dtype) for rows in ROW_BUCKETS}
+
+    def measure(config: configs.Config) -> float:
+        x = inputs[config["block_m"]]
+        calls = [lambda w=w: w16a16(x, w, config=config) for w in weights]
+        return graph_us(calls, repeats=3, target_us=500)
+
+    most = 1 if n // 64 >= 4 * num_multiprocessors(0) else 8
+    splits = [{"split": parts} for parts in (1, 2, 4, 8) if parts <= most and k // STEP >= 2 * parts]
+    return choose("w16a16", n, splits, measure)
+
+
+def choose(
+    kernel: str, n: int, splits: Sequence[configs.Config], measure: Callable[[configs.Config], float]
+) -> dict[str, object]:
+    """How K is split and, for each row count, the fastest tile with its microseconds."""
     best: dict[str, object] = {}
     best_us = float("inf")
-    for split in split_candidates(*first.padded, num_multiprocessors(0)):
+    for split in splits:
         fastest = {}
         for rows in ROW_BUCKETS:
-            tiles = [c for c in tile_configs(rows) if split["tail_from"] % c["block_n"] == 0 == n % c["block_n"]]
-            timed = [(time_w4a16(weights, inputs[rows], sums[rows], {**split, **tile}), tile) for tile in tiles]
-            us, tile = min(timed, key=lambda pair: pair[0])
+            tiles = tile_configs(kernel, rows)
+            if kernel == "w4a16":
+                tiles = [c for c in tiles if split["tail_from"] % c["block_n"] == 0 == n % c["block_n"]]
+            us, tile = min(((measure({**split, **tile}), tile) for tile in tiles), key=lambda pair: pair[0])
             fastest[rows] = {**{key: v for key, v in tile.items() if key != "block_m"}, "us": round(us, 2)}
         total = sum(WEIGHT_OF_ROWS[rows] * fastest[rows]["us"] for rows in ROW_BUCKETS)
         if total < best_us:
@@ -118,30 +157,35 @@ def tune_w4a16(n: int, k: int, *, group: int, dtype: torch.dtype) -> dict[str, o
     return best
 
 
-def time_w4a16(weights: Sequence[W4Weight], x: torch.Tensor, sums: torch.Tensor, config: configs.Config) -> float:
-    calls = [lambda w=w: w4a16(x, w, sums=sums, config=config) for w in weights]
-    return graph_us(calls, repeats=3, target_us=500)
-
-
-def random_weight(n: int, k: int, group: int) -> W4Weight:
-    """A symmetric weight with outputs of unit size."""
+def random_w4(n: int, k: int, group: int, *, is_gate_up: bool = False) -> W4Weight:
+    """A symmetric weight with outputs of about unit size."""
     codes = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32, device="cuda")
     scales = (torch.rand(n, -(-k // group), device="cuda") + 0.5).mul_(0.2 / k**0.5).half()
-    return pack_w4(codes, scales, group_size=group)
+    return pack_w4(codes, scales, group_size=group, is_gate_up=is_gate_up)
 
 
-def compile_all(dtype: torch.dtype, group: int, jobs: int) -> None:
+def random_w16(n: int, k: int, dtype: torch.dtype) -> W16Weight:
+    return W16Weight.of(torch.randn(n, k, device="cuda", dtype=dtype).mul_(k**-0.5))
+
+
+def compile_all(kernel: str, dtype: torch.dtype, group: int, jobs: int) -> None:
     """Fill Triton's cache from several processes, so that measuring waits for no compiler."""
-    todo = [{"split": split, **tile} for split in (1, 4, 8, 16) for rows in ROW_BUCKETS for tile in tile_configs(rows)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        list(pool.map(_compile_some, [todo[i::jobs] for i in range(jobs)], [dtype] * jobs, [group] * jobs))
+    splits = (1, 4, 8, 16) if kernel == "w4a16" else (1, 2, 4, 8)
+    todo = [{"split": split, **tile} for split in splits for rows in ROW_BUCKETS for tile in tile_configs(kernel, rows)]
+    parts = [todo[i::jobs] for i in range(jobs)]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile_some, [kernel] * jobs, parts, [dtype] * jobs, [group] * jobs))
 
 
-def _compile_some(todo: Sequence[configs.Config], dtype: torch.dtype, group: int) -> None:
-    weight = random_weight(256, STEP * 16, group)
+def _compile_some(kernel: str, todo: Sequence[configs.Config], dtype: torch.dtype, group: int) -> None:
+    k = STEP * 16
+    w4, w16 = random_w4(256, k, group), random_w16(256, k, dtype)
     for config in todo:
-        w4a16(torch.randn(config["block_m"], weight.shape[1], device="cuda", dtype=dtype), weight, config=config)
+        x = torch.randn(config["block_m"], k, device="cuda", dtype=dtype)
+        if kernel == "w4a16":
+            w4a16(x, w4, config=config)
+        else:
+            w16a16(x, w16, config=config)
     torch.cuda.synchronize()
 
 

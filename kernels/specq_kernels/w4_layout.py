@@ -67,13 +67,17 @@ class W4Weight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix in `dtype`, [N, K], without padding and in the order it was given."""
-        q = unpack_codes(self.packed, self.padded[1])
-        scale, offset = (t.repeat_interleave(self.group_size, 1) for t in self.scale_offset())
-        w = (q * scale + offset)[:, : self.shape[1]].to(dtype)
+        w = self.padded_matrix()[:, : self.shape[1]].to(dtype)
         if not self.is_gate_up:
             return w[: self.shape[0]]
         halves = w.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(1, 2)  # [2, padded rows, K]
         return halves[:, : self.shape[0] // 2].flatten(0, 1)
+
+    def padded_matrix(self) -> Tensor:
+        """The matrix in fp32 with its padding, rows in the packed order."""
+        q = unpack_codes(self.packed, self.padded[1])
+        scale, offset = (t.repeat_interleave(self.group_size, 1) for t in self.scale_offset())
+        return q * scale + offset
 
     def _half(self, bits: Tensor) -> Tensor:
         return bits.to(torch.int32).to(torch.int16).view(self.scale_dtype).float()

@@ -18,6 +18,8 @@ from specq_kernels.group_sums import group_sums, sums_shape
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel
 from specq_kernels.w4_layout import FORMS, W4Weight
 
+AHEAD_STEPS = 4  # steps of 256 k that each program of the following product finds in the L2
+
 
 def w4a16(
     x: Tensor,
@@ -26,25 +28,32 @@ def w4a16(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     sums: Tensor | None = None,
+    following: W4Weight | None = None,
     config: configs.Config | None = None,
 ) -> Tensor:
     """x @ W.T + bias + residual, [rows, N] in x's dtype, rounded once.
 
     x fp16 or bf16 [rows, K]; bias [N] and residual [rows, N] in x's dtype; `sums` is `group_sums(x, group)` where the
-    producer of x has them already. `config` is for tuning. Raises ValueError naming the argument.
+    producer of x has them already; `following` is the weight of the product after this one, whose first bytes are
+    asked into the L2 while this one ends (sm_90). `config` is for tuning. Raises ValueError naming the argument.
     """
     if weight.is_gate_up:
         raise ValueError("weight: gate and up are interleaved, use w4a16_silu")
-    return _product(x, weight, bias, residual, sums, config)
+    return _product(x, weight, bias, residual, sums, following, config)
 
 
 def w4a16_silu(
-    x: Tensor, weight: W4Weight, *, sums: Tensor | None = None, config: configs.Config | None = None
+    x: Tensor,
+    weight: W4Weight,
+    *,
+    sums: Tensor | None = None,
+    following: W4Weight | None = None,
+    config: configs.Config | None = None,
 ) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), [rows, N/2], of a weight packed with is_gate_up; arguments as in `w4a16`."""
     if not weight.is_gate_up:
         raise ValueError("weight: not packed with is_gate_up")
-    return _product(x, weight, None, None, sums, config)
+    return _product(x, weight, None, None, sums, following, config)
 
 
 def w4a16_ref(x: Tensor, weight: W4Weight, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -59,12 +68,20 @@ def w4a16_ref(x: Tensor, weight: W4Weight, *, bias: Tensor | None = None, residu
     return y.to(x.dtype)
 
 
+def _units(weight: W4Weight, config: configs.Config) -> tuple[int, int, int, int]:
+    """(tiles, tail_tiles, split, tail_split): the first tiles are summed in `split` parts of K, the others finer."""
+    split, tail_split, tail_from = configs.split_of(config, n=weight.padded[0], k=weight.padded[1])
+    block_n = config["block_n"]
+    return tail_from // block_n, (weight.padded[0] - tail_from) // block_n, split, tail_split
+
+
 def _product(
     x: Tensor,
     weight: W4Weight,
     bias: Tensor | None,
     residual: Tensor | None,
     sums: Tensor | None,
+    following: W4Weight | None,
     config: configs.Config | None,
 ) -> Tensor:
     n, k = weight.shape
@@ -85,22 +102,30 @@ def _product(
     padded_n, padded_k = weight.padded
     check_tensor("sums", sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
     config = config or configs.product_config("w4a16", x, n=padded_n, k=padded_k, group=weight.group_size)
-    split, tail_split, tail_from = configs.split_of(config, n=padded_n, k=padded_k)
-    most = max(split, tail_split)
+    units = _units(weight, config)
+    most = max(units[2:4])
     out = torch.empty(rows, n_out, dtype=x.dtype, device=x.device)
     partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
-    tiles, tail_tiles = tail_from // config["block_n"], (padded_n - tail_from) // config["block_n"]
     early = has_dependent_launch(x)
-    _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
+    ahead = following if early else None
+    ahead_config = (
+        configs.product_config("w4a16", x, n=ahead.padded[0], k=ahead.padded[1], group=ahead.group_size)
+        if ahead
+        else config
+    )
+    ahead_units = _units(ahead or weight, ahead_config)
+    _w4a16_kernel[(units[0] * units[2] + units[1] * units[3],)](
         x, weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, partials, weight.counters,
-        rows, n_out, k, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
+        rows, n_out, k, padded_n, padded_k, *units,
+        (ahead or weight).packed, (ahead or weight).padded[1], *ahead_units,
         GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
         BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
         STEP=config.get("step", 256),
         STAGES=config["stages"], HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         SILU=weight.is_gate_up, EVEN_K=k == padded_k, EVEN_M=rows == config["block_m"],
         PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early, DIRECT=bool(config.get("direct", 0)),
+        AHEAD=AHEAD_STEPS if ahead else 0, AHEAD_N=ahead_config["block_n"],
         **configs.launch_options(config, early=early),
     )  # fmt: skip
     return out
@@ -214,14 +239,27 @@ def _finish(
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "tail_tiles", "split", "tail_split"])
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "tiles",
+        "tail_tiles",
+        "split",
+        "tail_split",
+        "ahead_tiles",
+        "ahead_tail_tiles",
+        "ahead_split",
+        "ahead_tail_split",
+    ]
+)
 def _w4a16_kernel(
     x_ptr, w_ptr, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
     rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
+    ahead_ptr, ahead_k, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
-    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr, AHEAD: tl.constexpr, AHEAD_N: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of W x.T over one part of K; layout of `w` and `meta` in w4_layout.
 
@@ -241,20 +279,13 @@ def _w4a16_kernel(
 
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    unit = tl.program_id(0)
-    is_tail = unit >= tiles * split
-    unit = tl.where(is_tail, unit - tiles * split, unit)
-    across = tl.where(is_tail, tail_tiles, tiles)
-    parts = tl.where(is_tail, tail_split, split)
-    pid_n = tl.where(is_tail, tiles, 0) + unit % across
-    pid_k = unit // across
-    steps = padded_k // 256
-    first = pid_k * steps // parts
-    last = (pid_k + 1) * steps // parts
+    pid_n, pid_k, parts, first, last = _unit_range(tl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
     row_words = padded_k * 2  # of 16 rows
     w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_words + tl.arange(0, 128)[None, :]
     if DIRECT:
-        c0, c1, c2, c3 = _load_chunks(w_ptrs, first * PASSES, STEP, DIRECT)  # weights do not depend on the kernel before
+        c0, c1, c2, c3 = _load_chunks(
+            w_ptrs, first * PASSES, STEP, DIRECT
+        )  # weights do not depend on the kernel before
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
@@ -303,6 +334,11 @@ def _w4a16_kernel(
         if DIRECT:
             c0, c1, c2, c3 = _load_chunks(w_ptrs, tl.minimum(step + 1, last * PASSES - 1), STEP, DIRECT)
 
+    if AHEAD > 0:
+        count = ahead_tiles * ahead_split + ahead_tail_tiles * ahead_tail_split
+        for unit in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
+            _prefetch_unit(unit, ahead_ptr, ahead_k, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
+                           AHEAD, AHEAD_N)  # fmt: skip
     is_last = True
     if MOST > 1:
         if parts > 1:
@@ -324,6 +360,39 @@ def _w4a16_kernel(
     if is_last:
         _finish(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
                 BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+
+
+@triton.jit
+def _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
+    """(tile, part, parts, first step, last step) of a program."""
+    is_tail = unit >= tiles * split
+    unit = tl.where(is_tail, unit - tiles * split, unit)
+    across = tl.where(is_tail, tail_tiles, tiles)
+    parts = tl.where(is_tail, tail_split, split)
+    part = unit // across
+    steps = padded_k // 256
+    return tl.where(is_tail, tiles, 0) + unit % across, part, parts, part * steps // parts, (part + 1) * steps // parts
+
+
+@triton.jit
+def _prefetch_unit(
+    unit, w_ptr, padded_k, tiles, tail_tiles, split, tail_split, STEPS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Ask the first STEPS steps of another product's program into the L2; one thread for each 16 rows."""
+    tile, _, _, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
+    NB: tl.constexpr = BLOCK_N // 16
+    address = w_ptr + (tile * NB + tl.arange(0, NB)).to(tl.int64) * (padded_k * 2) + first * 512
+    num_bytes = tl.minimum(last - first, STEPS) * 2048
+    tl.inline_asm_elementwise(
+        asm="""{
+        .reg .pred p;
+        .reg .u32 t;
+        mov.u32 t, %tid.x;
+        setp.lt.u32 p, t, $3;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        constraints="=r,l,r,r", args=[address, num_bytes, NB], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @triton.jit

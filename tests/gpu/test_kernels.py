@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
+from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
+from specq_kernels.sampling import argmax, gumbel_argmax, gumbel_argmax_ref
 from specq_kernels.tree_attention import pack_mask, tree_attention, tree_attention_ref
 from specq_kernels.w4_layout import W4Weight, pack_w4
+from specq_kernels.w4_prefill import w4_prefill
 from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
+from specq_kernels.w16a16 import W16Weight, w16a16, w16a16_argmax, w16a16_ref
 
 pytestmark = pytest.mark.gpu
 
@@ -152,3 +157,87 @@ def test_a_chain_row_does_not_depend_on_how_many_rows_run(
         rows = slice(first, last)
         part = tree_attention(q[rows].contiguous(), k, v, chain[: last - first].contiguous(), at + first)
         assert torch.equal(part, whole[rows]), (first, last)
+
+
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "minima", "two-level"])
+def test_prefill_equals_the_float64_product(form: str) -> None:
+    for is_gate_up in (False, True):
+        weight = random_weight(1024, 2048, 32, form, is_gate_up=is_gate_up)
+        x = torch.randn(700, 2048, device="cuda", dtype=torch.bfloat16)
+        # the weight is rounded to bf16 as well
+        assert error(w4_prefill(x, weight), w4a16_ref(x.double(), weight)) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_following_weights_change_nothing_but_time() -> None:
+    weight, other = random_weight(1024, 2048, 128, "symmetric"), random_weight(512, 4096, 64, "zeros")
+    x = torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(w4a16(x, weight, following=other), w4a16(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(1024, 4096), (1000, 576), (49152, 576), (515, 1544)])
+def test_w16a16_equals_float64_and_rows_do_not_depend_on_their_number(n: int, k: int, dtype: torch.dtype) -> None:
+    weight = W16Weight.of(torch.randn(n, k, device="cuda", dtype=dtype) / k**0.5)
+    x = torch.randn(64, k, device="cuda", dtype=dtype)
+    whole = w16a16(x, weight, out_dtype=torch.float32)
+    assert error(whole, w16a16_ref(x.double(), weight)) < 1e-5  # products are exact in float32, sums are not
+    for rows in (1, 2, 15, 16, 17, 32, 33, 63):
+        part = x[:rows].contiguous()
+        assert torch.equal(w16a16(part, weight, out_dtype=torch.float32), whole[:rows]), rows
+        assert torch.equal(w16a16_argmax(part, weight, vocab=n - 3), whole[:rows, : n - 3].argmax(-1)), rows
+    assert not weight.counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vector_kernels_equal_their_definitions(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 17, 8192, device="cuda", dtype=dtype).unbind()
+    weight = torch.rand(8192, device="cuda", dtype=dtype)
+    for ours, theirs in zip(
+        rms_norm(x, weight, eps=1e-5, residual=residual, group=128),
+        rms_norm_ref(x, weight, eps=1e-5, residual=residual, group=128),
+        strict=True,
+    ):
+        assert ours is not None
+        assert theirs is not None
+        assert error(ours[:, :17], theirs[:, :17]) < TOLERANCE[dtype]
+    gate_up = torch.randn(5, 2 * 14336, device="cuda", dtype=dtype)
+    y, sums = silu_mul(gate_up, group=128)
+    expected, expected_sums = silu_mul_ref(gate_up, group=128)
+    assert sums is not None
+    assert expected_sums is not None
+    assert error(y, expected) < TOLERANCE[dtype]
+    assert error(sums[:, :5], expected_sums[:, :5]) < 4 * TOLERANCE[dtype]  # sums of rounded values that cancel
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_cache_writes_equal_their_definitions(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    qkv = torch.randn(60, (heads + 2 * kv_heads) * head_dim, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, 3, kv_heads, 256, head_dim, device="cuda", dtype=dtype).unbind()
+    angles = torch.outer(torch.arange(300.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2)).cuda()
+    length = torch.tensor([100], dtype=torch.int32, device="cuda")
+    positions = torch.arange(100, 160, dtype=torch.int32, device="cuda")
+    norms = {name: torch.rand(head_dim, device="cuda", dtype=dtype) for name in ("q_norm", "k_norm")}
+    expected_k, expected_v = k.clone(), v.clone()
+    tables = (angles.cos(), angles.sin(), positions, length)
+    expected = append_rotary_ref(qkv, expected_k[1], expected_v[1], *tables, **norms)
+    q = append_rotary(qkv, k[1], v[1], *tables, **norms)
+    for ours, theirs in ((q, expected), (k, expected_k), (v, expected_v)):
+        assert error(ours, theirs.double()) < TOLERANCE[dtype]
+    path = torch.tensor([0, 1, 5, 9, 30, 59, 0, 0], dtype=torch.int32, device="cuda")
+    count = torch.tensor([6], dtype=torch.int32, device="cuda")
+    expected_k, expected_v = k.clone(), v.clone()
+    compact(k, v, path, count, length)
+    compact_ref(expected_k, expected_v, path, count, length)
+    assert torch.equal(k, expected_k)
+    assert torch.equal(v, expected_v)
+
+
+def test_sampling_equals_its_definition_on_the_cpu() -> None:
+    logits = torch.randn(16, 128256, device="cuda")
+    positions = torch.arange(16, device="cuda") * 977
+    assert torch.equal(argmax(logits, vocab=128000), logits[:, :128000].argmax(-1))
+    for temperature, seed in ((0.7, 5), (1.0, 2**64 - 3)):
+        chosen = gumbel_argmax(logits, positions, temperature=temperature, seed=seed, vocab=128000)
+        expected = gumbel_argmax_ref(logits.cpu(), positions.cpu(), temperature=temperature, seed=seed, vocab=128000)
+        assert torch.equal(chosen.cpu(), expected)

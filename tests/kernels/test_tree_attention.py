@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from specq_kernels.group_sums import group_sums_ref
 from specq_kernels.tree_attention import pack_mask, tree_attention, tree_attention_ref
 

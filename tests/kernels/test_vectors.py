@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from specq.spec.sampling import Sampler
 from specq_kernels.group_sums import group_sums_ref
 from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
 from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
 from specq_kernels.sampling import argmax, gumbel_argmax, gumbel_argmax_ref
-
-from specq.spec.sampling import Sampler
 
 DTYPES = (torch.float16, torch.float32)
 

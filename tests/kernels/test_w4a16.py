@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from specq_kernels import configs
 from specq_kernels.group_sums import group_sums, group_sums_ref
 from specq_kernels.w4_layout import W4Weight, pack_codes, pack_w4, unpack_codes

@@ -1,0 +1,47 @@
+"""Times the 16-bit product and its argmax beside cuBLAS: `python -m specq_kernels.bench_w16a16 [8b] [70b] [OUTxIN]`.
+
+Microseconds a call as in bench_w4a16; the names are the models' heads. "argmax" for the peer is cuBLAS and torch's
+argmax after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from specq_kernels.launch import device_name
+from specq_kernels.timing import copies_for, copy_bandwidth, graph_us
+from specq_kernels.tune import random_w16, shapes_of
+from specq_kernels.w16a16 import w16a16, w16a16_argmax
+
+ROWS = (1, 8, 16, 32, 64)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m specq_kernels.bench_w16a16", description=__doc__)
+    parser.add_argument("shapes", nargs="*", default=["8b", "70b"])
+    options = parser.parse_args(arguments)
+    bandwidth = copy_bandwidth()
+    print(f"{device_name(0)}, torch {torch.__version__}, triton {triton.__version__}, "
+          f"copy {bandwidth / 1e12:.2f} TB/s, bf16, median of 7")  # fmt: skip
+    columns = ("ours", "floor", "share", "cuBLAS", "argmax", "cuBLAS+argmax")
+    print(f"{'shape':<18}{'rows':>5}" + "".join(f"{name:>{len(name) + 4}}" for name in columns))
+    for name in options.shapes:
+        for n, k in shapes_of(name, "w16a16"):
+            weights = [random_w16(n, k, torch.bfloat16) for _ in range(copies_for(2 * n * k))]
+            floor = 2 * n * k / bandwidth * 1e6
+            for rows in ROWS:
+                x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+                ours = graph_us([lambda w=w: w16a16(x, w) for w in weights])
+                theirs = graph_us([lambda w=w: x @ w.matrix.T for w in weights])
+                best = graph_us([lambda w=w: w16a16_argmax(x, w) for w in weights])
+                their_best = graph_us([lambda w=w: (x @ w.matrix.T).argmax(-1) for w in weights])
+                print(f"{f'{name} ({k},{n})':<18}{rows:>5}{ours:>8.1f}{floor:>9.1f}{floor / ours:>9.0%}"
+                      f"{theirs:>10.1f}{best:>10.1f}{their_best:>17.1f}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
