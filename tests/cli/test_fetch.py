@@ -148,8 +148,13 @@ def test_unknown_model_is_told_of_its_family_and_of_distillation(
     if not has_distill:
         monkeypatch.delitem(VERBS, "distill")
     done = call("fetch", write_config(tmp_path, family="qwen3", head_dim=16), "--kind", "intermediate")
-    assert "for its family there are drafters of Qwen3" in done.err
+    assert "drafters are known for Qwen3:" in done.err
     assert (f"specq distill {tmp_path} --kind intermediate -o DIR" in done.err) == has_distill
+
+
+def test_family_without_any_drafter_is_not_praised(call: Callable, tmp_path: Path) -> None:
+    done = call("fetch", write_config(tmp_path, family="mistral"))
+    assert (done.code, "nothing is known for its family either" in done.err) == (1, True)
 
 
 def test_target_without_a_drafter_of_this_kind_names_the_other(call: Callable) -> None:

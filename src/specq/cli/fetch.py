@@ -145,8 +145,10 @@ def _instead(registry: Registry, ref: ModelRef, spec: ModelSpec | None, kind: Ki
         named = ", ".join(f"{row.model} (made for {row.target})" for row in rows[:NAMED])
         advice = f"for models of its shape there are: {named}; try: specq check {ref.model} {rows[0].model}"
     else:
-        series = {target.series: None for target in registry.targets if spec and target.family == spec.family}
-        advice = f"for its family there are drafters of {', '.join(series)}: specq fetch --list"
+        family = [target for target in registry.targets if spec and target.family == spec.family]
+        series = dict.fromkeys(target.series for target in family if registry.drafters(target, kind))
+        known = f"drafters are known for {', '.join(series)}" if series else "nothing is known for its family either"
+        advice = f"{known}: specq fetch --list"
     distill = _distill(ref.model, kind)
     return f"{advice}; {distill}" if distill else advice
 
