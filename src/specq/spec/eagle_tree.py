@@ -57,9 +57,10 @@ class EagleTree(NoDrafter):
             return chain([], device=self.head.target.device)
         trunk, state = self._catch_up(context)
         tokens, parents, scores = self._expand(context, trunk, state, depth)
-        # Stable by index: among equal scores a parent comes before its child, so the choice is connected.
+        # Best first, so that a smaller tree is the beginning of this one. Stable by index: among equal scores a parent
+        # comes before its child, so the choice is connected.
         order = scores.argsort(descending=True, stable=True)[:budget]
-        kept = order[scores[order] > -torch.inf].sort().values
+        kept = order[scores[order] > -torch.inf]
         place = torch.full((len(scores) + 1,), -1, dtype=torch.int64, device=scores.device)
         place[kept] = torch.arange(len(kept), device=scores.device)
         return DraftTree(tokens[kept].int(), place[parents[kept]].int(), self.shape.top_k == 1)

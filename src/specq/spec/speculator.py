@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from specq.spec.drafters import Drafter
+from specq.spec.tree import DraftTree
 from specq.spec.verifier import Verifier
 
 
@@ -30,6 +31,8 @@ class Speculator:
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
         self.drafter, self.verifier = drafter, verifier
         self.rounds: list[Round] = []
+        self.observer: Callable[[DraftTree, list[int]], None] | None = None
+        """Called with the draft and the tokens decided after every decode round, by those who measure acceptance."""
 
     @torch.inference_mode()
     def step(self, context: Sequence[int], room: int) -> list[int]:
@@ -44,6 +47,8 @@ class Speculator:
         decided = self.verifier.verify(context, tree)
         ended = perf_counter()
         self.rounds.append(Round(False, len(tree), len(decided), (drafted - began) * 1e3, (ended - drafted) * 1e3))
+        if self.observer is not None:
+            self.observer(tree, decided)
         return decided
 
     def extend(self, context: Sequence[int], *, at_least: int, at_most: int) -> list[int]:
