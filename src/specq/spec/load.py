@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,6 +20,7 @@ from specq.models.eagle_loader import HeadFiles, build_head
 from specq.models.loader import check_memory, load_model, model_spec
 from specq.recipe import ModelRef, Recipe, Sampling, resolve
 from specq.spec.check import check_pair
+from specq.spec.decision import Decision, ProfileKey
 from specq.spec.pipelines import HeadSeat, Parts, Seat, tree_shape
 from specq.spec.session import Generation, Pipeline
 from specq.spec.tree import MAX_NODES, chain
@@ -67,6 +68,10 @@ def load_pipeline(
     for role, files in heads.items():
         files.check_fit(specs[role], ids=tokenizer.size)
     limit = choose_context(specs["target"], recipe.context if context is None else context)
+    decision = None
+    if wanted == "auto":
+        decision = _find_decision({role: s.path for role, s in snapshots.items()}, device=device, dtype=dtype)
+        recipe = decision.apply(recipe) if decision else recipe
     contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
     check_memory(
         [(spec, models[role].path, contexts[role]) for role, spec in specs.items()],
@@ -87,7 +92,7 @@ def load_pipeline(
             seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + tree_shape(recipe).scratch_rows))
     parts = Parts(**seats)  # type: ignore[arg-type]
     if device == "cpu":
-        set_threads(parts.target.model, threads)
+        set_threads(parts.target.model, threads or (decision.threads if decision else None))
     loaded = Pipeline(
         recipe=recipe,
         parts=parts,
@@ -95,9 +100,8 @@ def load_pipeline(
         context=limit,
         defaults=default_sampling(models["target"].path),
         revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
+        decision=decision,
     )
-    if wanted == "auto":
-        log.warning("pipeline auto: nothing is measured on this device yet, so plain decoding runs")
     loaded.use(wanted)
     return loaded
 
@@ -205,6 +209,15 @@ def set_threads(model: CausalLM, threads: int | None) -> None:
         step_s(cores)  # first calls pay for set-up
         best = min(candidates, key=step_s)
     torch.set_num_threads(best)
+
+
+def _find_decision(models: Mapping[str, Path], *, device: str, dtype: str) -> Decision | None:
+    """What the profile of these models chose here; without one that holds, None and one line that says so."""
+    decision, instead = ProfileKey.here(models, device=device, dtype=dtype).find()
+    if decision is None:
+        why = instead or "these models have no profile on this device"
+        log.warning("pipeline auto: %s, so plain decoding runs; `specq profile` measures one", why)
+    return decision
 
 
 def _snapshot(ref: ModelRef, offline: bool | None, say: Callable[[str], None]) -> Snapshot:

@@ -12,6 +12,8 @@ from specq.environment import describe_environment
 from specq.errors import UnsupportedError, UsageError
 from specq.models.causal_lm import CausalLM
 from specq.recipe import Recipe, Sampling
+from specq.spec.adaptive import AdaptiveSpeculator, Governor
+from specq.spec.decision import Decision
 from specq.spec.pipelines import PIPELINES, Parts
 from specq.spec.sampling import Sampler
 from specq.spec.speculator import Speculator, StopRule, generate
@@ -69,10 +71,14 @@ class Pipeline:
         context: int,
         defaults: Sampling,
         revisions: dict[str, str | None],
+        decision: Decision | None = None,
     ) -> None:
+        """`decision` is what a profile chose for these models here; `auto` runs it, and without one plain decoding."""
         self.recipe, self.parts, self.tokenizer = recipe, parts, tokenizer
         self.context, self.defaults, self.revisions = context, defaults, revisions
         self.name = "plain"
+        self.decision = decision
+        self._governor: Governor | None = None
         self._tokens: list[int] = []
 
     @property
@@ -86,16 +92,22 @@ class Pipeline:
         return {name: kind.missing(self.parts) for name, kind in PIPELINES.items()}
 
     def use(self, name: str) -> None:
-        """Decode with this pipeline from the next prompt on (`auto` and `off` mean plain while nothing is measured).
+        """Decode with this pipeline from the next prompt on; `off` means plain, `auto` what the profile chose.
 
+        Under `auto` drafts become shorter, or none, where they earn nothing on a text; without a profile it is plain.
         Raises UnsupportedError with the reason when it cannot run, UsageError when there is none of this name.
         """
+        decision = self.decision if name == "auto" else None
         name = "plain" if name in ("auto", "off") else name
+        name = decision.pipeline if decision is not None else name
         if name not in PIPELINES:
             raise UsageError(f"there is no pipeline `{name}`", hint=f"choose one of {', '.join(PIPELINES)}, auto")
         if reason := PIPELINES[name].missing(self.parts):
             raise UnsupportedError(f"pipeline `{name}` cannot run: it {reason}")
         self.name = name
+        self._governor = None
+        if decision is not None and name != "plain":
+            self._governor = Governor(decision.levels, name=name)
 
     def environment(self) -> dict[str, Any]:
         """Device, versions and the revision of every model."""
@@ -149,6 +161,8 @@ class Pipeline:
         sampler = self.sampler(sampling)
         reused = self._reuse(ids)
         speculator = PIPELINES[self.name].build(self.parts, sampler, self.recipe)
+        if self._governor is not None:
+            speculator = AdaptiveSpeculator(speculator.drafter, speculator.verifier, self._governor)
         reader = TextStream(self.tokenizer, skip_special=skip_special)
         rule = StopRule(
             start=len(ids),
@@ -240,6 +254,8 @@ class Stream:
 
     def _end(self, reason: str) -> str:
         self._tokens.close()  # type: ignore[attr-defined]
+        if isinstance(self._speculator, AdaptiveSpeculator):
+            self._speculator.governor.report()
         self._rule.finish_text(self._reader.flush())
         text = self._rule.text[self._shown :]
         self._shown = len(self._rule.text)

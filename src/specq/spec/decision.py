@@ -1,0 +1,158 @@
+"""What a profile chose for these models on this device: how it is keyed, found and applied. `specq profile` writes it.
+
+A profile's file is named by the digest of the models and the digest of what else its times depend on, so one that was
+measured with another driver or version is found by the first and recognised as stale by the second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specq.environment import describe_environment
+from specq.hub import cache_dir
+from specq.recipe import Recipe
+
+PROFILES = "profiles"
+FORMAT = 1
+"""Changes when old files cannot be read any more."""
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
+WEIGHTS = (".safetensors", ".gguf", ".bin")
+
+
+@dataclass(frozen=True)
+class Level:
+    """A draft that adaptation may choose: its depth (None: as the pipeline drafts it) and the cost of a round.
+
+    `costs` are (context, cost in plain decoding steps).
+    """
+
+    max_depth: int | None
+    costs: tuple[tuple[int, float], ...]
+
+    def cost(self, context: int) -> float:
+        """The cost of a round at this context: between the measured ones on a line, outside the nearest."""
+        (at, cost), *rest = self.costs
+        for further, value in rest:
+            if context <= at:
+                break
+            if context < further:
+                return cost + (value - cost) * (context - at) / (further - at)
+            at, cost = further, value
+        return cost
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The pipeline that won, its sizes as recipe keys, and what run-time adaptation has to know."""
+
+    pipeline: str
+    settings: tuple[tuple[str, int], ...]
+    levels: tuple[Level, ...]
+    plain_tps: float
+    gain: float
+    threads: int | None
+    measured_at: str
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """The recipe with the chosen sizes."""
+        changed = recipe.model_copy(deep=True)
+        for key, value in self.settings:
+            section, name = key.split(".")
+            setattr(getattr(changed, section), name, value)
+        return changed
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self) | {"settings": dict(self.settings)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Decision:
+        values = dict(record)
+        values["settings"] = tuple(values["settings"].items())
+        values["levels"] = tuple(
+            Level(level["max_depth"], tuple((int(at), float(cost)) for at, cost in level["costs"]))
+            for level in values["levels"]
+        )
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """What the times of a profile depend on: the models by role, device, driver, versions and number format."""
+
+    models: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str | None], ...]
+
+    @classmethod
+    def here(cls, models: Mapping[str, Path], *, device: str, dtype: str) -> ProfileKey:
+        """The key of these model folders (by role) on this device now."""
+        found = describe_environment(device)
+        environment = {name: found[name] for name in ("device", "driver", "torch", "triton", "specq")}
+        return cls(
+            tuple(sorted((role, model_digest(path)) for role, path in models.items())),
+            tuple(sorted((environment | {"dtype": dtype}).items())),
+        )
+
+    @property
+    def path(self) -> Path:
+        """Where the profile of this key lies, if there is one."""
+        return cache_dir() / PROFILES / f"{_short(self.models)}-{_short(self.environment)}.json"
+
+    def find(self) -> tuple[Decision | None, str | None]:
+        """(the decision of the profile for this key, or None and what there is instead in a few words, or None)."""
+        record = _read(self.path)
+        if record is not None:
+            return Decision.from_record(record["decision"]), None
+        others = [_read(path) for path in sorted(self.path.parent.glob(f"{_short(self.models)}-*.json"))]
+        for other in others:
+            if other is not None:
+                then = other["key"]["environment"]
+                changed = [
+                    f"{name} was `{then.get(name)}` and is `{now}`"
+                    for name, now in self.environment
+                    if then.get(name) != now
+                ]
+                return None, f"the profile of {other['decision']['measured_at']} is stale: {', '.join(changed)}"
+        return None, None
+
+    def record(self) -> dict[str, Any]:
+        return {"models": dict(self.models), "environment": dict(self.environment)}
+
+
+def model_digest(path: Path) -> str:
+    """A digest of a model's config and weights that does not depend on where they lie.
+
+    Of large files name, size and some blocks count, not every byte: a start must not read gigabytes.
+    """
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHTS)
+    config = path / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name if path.is_dir() else ''}:{size}".encode())
+        with open(file, "rb") as handle:
+            for block in range(SAMPLES):
+                handle.seek(block * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                digest.update(handle.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A complete profile of this format, or None."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_usable = isinstance(record, dict) and record.get("format") == FORMAT and record.get("is_complete")
+    return record if is_usable else None
