@@ -68,13 +68,16 @@ def chain(tokens: Sequence[int], *, device: torch.device | None = None) -> Draft
     return DraftTree(nodes, torch.arange(-1, len(tokens) - 1, dtype=torch.int32, device=device), True)
 
 
-def graft(pending: Sequence[int], tree: DraftTree) -> DraftTree:
-    """The tree below a trunk of pending tokens: roots of `tree` become children of the last of them."""
-    trunk = chain(pending, device=tree.tokens.device)
+def graft(pending: Sequence[int], tree: DraftTree, *, device: torch.device | None = None) -> DraftTree:
+    """The tree below a trunk of pending tokens: roots of `tree` become children of the last of them.
+
+    It lies on `device`; drafters that draft on the CPU need not know the verifier's.
+    """
+    trunk = chain(pending, device=device)
     n = len(trunk)
     return DraftTree(
-        torch.cat([trunk.tokens, tree.tokens]),
-        torch.cat([trunk.parents, tree.parents + n]),
+        torch.cat([trunk.tokens, tree.tokens.to(trunk.tokens.device)]),
+        torch.cat([trunk.parents, tree.parents.to(trunk.parents.device) + n]),
         tree.is_chain,
     )
 

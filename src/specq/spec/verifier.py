@@ -54,7 +54,7 @@ class Verifier:
     def verify(self, context: Sequence[int], tree: DraftTree) -> list[int]:
         """The tokens decided this round: the draft as far as the model's own samples follow it, then one more."""
         pending = context[self._checked_length(context) :]
-        return self._decide(context, graft(pending, tree), start=len(pending) - 1)
+        return self._decide(context, graft(pending, tree, device=self.model.device), start=len(pending) - 1)
 
     def rollback(self, n: int) -> None:
         """Forget everything after the first `n` tokens."""

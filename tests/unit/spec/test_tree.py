@@ -86,3 +86,10 @@ def test_a_parent_after_its_child_is_refused() -> None:
 def test_a_chain_found_in_lists_is_known_as_one() -> None:
     assert DraftTree.from_lists([5, 6, 7], [-1, 0, 1]).is_chain
     assert torch.equal(DraftTree.from_lists([5, 6], [-1, 0]).ancestor_mask(), chain([5, 6]).ancestor_mask())
+
+
+def test_a_draft_made_on_the_cpu_is_verified_where_the_model_is() -> None:
+    for draft in (chain([]), chain([7, 8])):
+        full = graft([1, 2], draft, device=torch.device("meta"))
+        assert (full.tokens.device.type, full.parents.device.type) == ("meta", "meta")
+        assert len(full) == 2 + len(draft)
