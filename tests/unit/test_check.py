@@ -216,6 +216,12 @@ def test_head_that_fits_passes_every_test(kind: str, target: Path, tmp_path: Pat
     assert {"fc bias", "hidden size", "vocabulary", "rotary positions"} <= {result.name for result in results}
 
 
+def test_head_in_the_place_of_the_target_is_one_test_that_says_so(target: Path, tmp_path: Path) -> None:
+    results = check_pair(head(tmp_path / "head", head_shapes()), target)
+    assert [(result.name, result.status) for result in results] == [("target", "fail")]
+    assert "the model comes first" in results[0].detail
+
+
 @pytest.mark.parametrize(
     ("said", "is_there", "status"),
     [(True, True, "pass"), (None, True, "pass"), (None, False, "pass"), (False, True, "warn")],

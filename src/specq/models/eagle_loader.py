@@ -121,7 +121,7 @@ class HeadFiles:
         if self.fc_inputs != expected or (not self.is_eagle3 and self.hidden != spec.hidden):
             raise UnsupportedError(
                 f"the head's fc is [{self.hidden}, {self.fc_inputs}] and the target's hidden size is {spec.hidden}",
-                hint="take the head made for this model: specq check TARGET DRAFTER shows every test",
+                hint="take the head made for this model: specq fetch MODEL knows some",
             )
         for name, what in ((EMBEDDING, "embedding"), (OUTPUT, "output matrix")):
             if not self.has(name) and self.hidden != spec.hidden:

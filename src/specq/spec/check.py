@@ -29,6 +29,10 @@ def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
     results: list[CheckResult] = []
     target_spec = _attempt(results, "target", lambda: model_spec(target), _describe_model)
     whole = [_weights(results, "target weights", target_spec, target)]
+    if not whole[0] and _holds_head(target):
+        return [
+            CheckResult("target", "fail", "this is an EAGLE head; the model comes first, what drafts for it second")
+        ]
     target_tokenizer = _attempt(results, "target tokenizer", lambda: Tokenizer.load(target), _describe_tokenizer)
     try:
         drafter_is_head = is_head(drafter)
@@ -57,6 +61,13 @@ def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
         if all(whole):
             results.append(_memory((target_spec, target), (drafter_spec, drafter)))
     return results
+
+
+def _holds_head(folder: Path) -> bool:
+    try:
+        return is_head(folder)
+    except SpecqError:  # files that cannot be opened: the test of the weights says why
+        return False
 
 
 def _attempt(results: list[CheckResult], name: str, read: Callable[[], T], describe: Callable[[T], str]) -> T | None:
