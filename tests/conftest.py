@@ -11,6 +11,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for every p
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a GPU kernels run in Triton's interpreter, which has to be said before any of them is imported."""
+    if "not gpu" in config.getoption("markexpr"):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

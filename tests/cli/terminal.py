@@ -33,6 +33,12 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
+    def press_ctrl_c(self) -> None:
+        """Ctrl-C at a prompt; again when nothing comes of it, since readline misses one while it handles a key."""
+        self.type("\x03")
+        while not select.select([self._master], [], [], 2.0)[0]:
+            self.type("\x03")
+
     def wait_for(self, pattern: str, *, seconds: float = 60) -> str:
         """What is shown until the pattern has come; it is not looked at again. Fails when it does not come."""
         end = time.monotonic() + seconds

@@ -68,13 +68,13 @@ def test_ctrl_c_at_an_empty_prompt_is_130_and_with_text_drops_it(chat) -> None:
     terminal = chat()
     terminal.type("half a mess")
     terminal.wait_for("half a mess")
-    terminal.type("\x03")
+    terminal.press_ctrl_c()
     terminal.wait_for(PROMPT)
     terminal.type('"""\nline')
     terminal.wait_for(r"\.\.\. line")
-    terminal.type("\x03")
+    terminal.press_ctrl_c()
     terminal.wait_for(PROMPT)
-    terminal.type("\x03")
+    terminal.press_ctrl_c()
     assert terminal.exit_code() == 130
 
 
