@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -44,7 +45,7 @@ def bench_shape(model: str, length: int, rows: int, bandwidth: float) -> None:
     q = torch.randn(rows, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     ancestors = random_ancestors(rows)
     mask, at = pack_mask(ancestors), torch.tensor([length], dtype=torch.int32, device="cuda")
-    ours = graph_us([lambda i=i: tree_attention(q, k[i], v[i], mask, at) for i in range(layers)])
+    ours = graph_us([partial(tree_attention, q, k[i], v[i], mask, at) for i in range(layers)])
     bias = torch.zeros(rows, length + rows, device="cuda", dtype=torch.bfloat16)
     bias[:, length:].masked_fill_(~ancestors, -torch.inf)
     queries = q.transpose(0, 1)[None]
@@ -53,7 +54,7 @@ def bench_shape(model: str, length: int, rows: int, bandwidth: float) -> None:
         keys, values = (t[i, None, :, : length + rows] for t in (k, v))
         torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, enable_gqa=True)
 
-    theirs = graph_us([lambda i=i: peer(i) for i in range(layers)])
+    theirs = graph_us([partial(peer, i) for i in range(layers)])
     floor = used / bandwidth * 1e6
     print(f"{model + f' prefix {length}':<22}{rows:>5}{ours:>8.1f}{floor:>8.1f}{floor / ours:>7.0%}{theirs:>12.1f}",
           flush=True)  # fmt: skip

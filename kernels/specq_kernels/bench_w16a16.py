@@ -7,7 +7,8 @@ argmax after it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -15,7 +16,7 @@ import triton
 from specq_kernels.launch import device_name
 from specq_kernels.timing import copies_for, copy_bandwidth, graph_us
 from specq_kernels.tune import random_w16, shapes_of
-from specq_kernels.w16a16 import w16a16, w16a16_argmax
+from specq_kernels.w16a16 import W16Weight, w16a16, w16a16_argmax
 
 ROWS = (1, 8, 16, 32, 64)
 
@@ -34,13 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             weights = [random_w16(n, k, torch.bfloat16) for _ in range(copies_for(2 * n * k))]
             floor = 2 * n * k / bandwidth * 1e6
             for rows in ROWS:
-                x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-                ours = graph_us([lambda w=w: w16a16(x, w) for w in weights])
-                theirs = graph_us([lambda w=w: x @ w.matrix.T for w in weights])
-                best = graph_us([lambda w=w: w16a16_argmax(x, w) for w in weights])
-                their_best = graph_us([lambda w=w: (x @ w.matrix.T).argmax(-1) for w in weights])
+                times = times_of(weights, rows)
+                ours, peer, best, peer_best = times
                 print(f"{f'{name} ({k},{n})':<18}{rows:>5}{ours:>8.1f}{floor:>9.1f}{floor / ours:>9.0%}"
-                      f"{theirs:>10.1f}{best:>10.1f}{their_best:>17.1f}", flush=True)  # fmt: skip
+                      f"{peer:>10.1f}{best:>10.1f}{peer_best:>17.1f}", flush=True)  # fmt: skip
+
+
+def times_of(weights: Sequence[W16Weight], rows: int) -> list[float]:
+    """Microseconds of the product, cuBLAS, the product's argmax, cuBLAS and argmax."""
+    x = torch.randn(rows, weights[0].matrix.shape[1], device="cuda", dtype=torch.bfloat16)
+    ways: list[Callable[[W16Weight], object]] = [
+        lambda w: w16a16(x, w),
+        lambda w: x @ w.matrix.T,
+        lambda w: w16a16_argmax(x, w),
+        lambda w: (x @ w.matrix.T).argmax(-1),
+    ]
+    return [graph_us([partial(way, w) for w in weights]) for way in ways]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -47,11 +48,7 @@ def bench_layer(model: str, rows: Sequence[int], bandwidth: float) -> None:
         dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_for(2 * n * k))]
         int4 = [torch_int4(n, k) for _ in range(copies_for(n * k // 2))]
         for m in rows:
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            sums = group_sums(x, GROUP)
-            ours = graph_us([lambda w=w: w4a16(x, w, sums=sums) for w in weights[name]])
-            cublas = graph_us([lambda w=w: x @ w.T for w in dense])
-            peer = graph_us([lambda call=call: call(x) for call in int4])
+            ours, cublas, peer = times_of(m, k, weights[name], dense, int4)
             print_line(f"{model} {name} ({k},{n})", m, ours, floor, cublas, peer)
             totals[m] = [a + b for a, b in zip(totals[m], (ours, floor, cublas, peer), strict=True)]
         del dense, int4
@@ -61,16 +58,35 @@ def bench_layer(model: str, rows: Sequence[int], bandwidth: float) -> None:
         print_line(f"{model} chain", m, chain_us(weights, shapes, m), totals[m][1])
 
 
+def times_of(
+    rows: int,
+    k: int,
+    weights: Sequence[W4Weight],
+    dense: Sequence[torch.Tensor],
+    int4: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+) -> tuple[float, float, float]:
+    """Microseconds of ours, cuBLAS and torch's int4 product."""
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    sums = group_sums(x, GROUP)
+    return (
+        graph_us([partial(w4a16, x, w, sums=sums) for w in weights]),
+        graph_us([partial(torch.nn.functional.linear, x, w) for w in dense]),
+        graph_us([partial(call, x) for call in int4]),
+    )
+
+
 def chain_us(weights: dict[str, list[W4Weight]], shapes: dict[str, tuple[int, int]], rows: int) -> float:
-    """Microseconds of a layer's four products run one after another."""
+    """Microseconds of a layer's four products run one after another, each asking for the next one's weight."""
     inputs = {name: torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for name, (_, k) in shapes.items()}
     sums = {name: group_sums(x, GROUP) for name, x in inputs.items()}
 
     def layer(i: int) -> None:
-        for name, copies in weights.items():
-            w4a16(inputs[name], copies[i % len(copies)], sums=sums[name])
+        queue = [(name, copies[i % len(copies)]) for name, copies in weights.items()]
+        following = [*(weight for _, weight in queue[1:]), weights["qkv"][(i + 1) % len(weights["qkv"])]]
+        for (name, weight), after in zip(queue, following, strict=True):
+            w4a16(inputs[name], weight, sums=sums[name], following=after)
 
-    return graph_us([lambda i=i: layer(i) for i in range(8)])
+    return graph_us([partial(layer, i) for i in range(8)])
 
 
 def rotated_weights(n: int, k: int) -> list[W4Weight]:

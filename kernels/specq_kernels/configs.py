@@ -23,6 +23,18 @@ from torch import Tensor
 from specq_kernels.launch import device_name, interpreted, num_multiprocessors, row_bucket
 
 Config = dict[str, int]
+DEFAULT_TILES: dict[str, dict[int, Config]] = {  # each fits 48 KB of shared memory
+    "w4a16": {
+        16: {"block_n": 64, "warps": 4, "stages": 3},
+        32: {"block_n": 64, "warps": 4, "stages": 2},
+        64: {"block_n": 64, "warps": 4, "stages": 2, "step": 128},
+    },
+    "w16a16": {
+        16: {"block_n": 64, "warps": 4, "stages": 4},
+        32: {"block_n": 64, "warps": 4, "stages": 3},
+        64: {"block_n": 64, "warps": 4, "stages": 2},
+    },
+}
 
 
 def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None = None) -> Config:
@@ -34,7 +46,7 @@ def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None 
     if entry is None:
         warn_untuned(device_name(x.device.index), kernel)
         split = default_split(n, k, num_multiprocessors(x.device.index))
-        return {"split": split, "block_n": 64, "block_m": bucket, "warps": 4, "stages": 2 if bucket < 64 else 1}
+        return {"split": split, "block_m": bucket, **DEFAULT_TILES[kernel][bucket]}
     splits = {key: entry[key] for key in ("split", "tail_split", "tail_from")}
     return {**splits, "block_m": bucket, **entry["rows"][str(bucket)]}
 

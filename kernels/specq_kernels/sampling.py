@@ -18,7 +18,7 @@ BLOCK = 2048
 
 
 def argmax(logits: Tensor, *, vocab: int | None = None) -> Tensor:
-    """int64 [rows]: the id of the largest logit below `vocab`, the lowest id among equals. logits float32 [rows, ids]."""
+    """int64 [rows]: the id of the largest logit below `vocab`, the lowest among equals; logits float32 [rows, ids]."""
     return _choose(logits, None, temperature=0.0, seed=0, vocab=vocab)
 
 
@@ -74,7 +74,7 @@ def _choose(logits: Tensor, positions: Tensor | None, *, temperature: float, see
 
 
 def best_of_blocks(best: Tensor, best_id: Tensor) -> Tensor:
-    """int64 [rows]: the id of each row's largest value among its blocks', the lowest id among equals; [rows, blocks]."""
+    """int64 [rows]: the id of each row's largest value over its blocks, the lowest among equals; [rows, blocks]."""
     rows, blocks = best.shape
     out = torch.empty(rows, dtype=torch.int64, device=best.device)
     early = has_dependent_launch(best)

@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,7 +117,7 @@ def tune_w4a16(n: int, k: int, group: int, dtype: torch.dtype) -> dict[str, obje
 
     def measure(config: configs.Config) -> float:
         x, s = inputs[config["block_m"]], sums[config["block_m"]]
-        calls = [lambda w=w: w4a16(x, w, sums=s, config=config) for w in weights]
+        calls = [partial(w4a16, x, w, sums=s, config=config) for w in weights]
         return graph_us(calls, repeats=3, target_us=500)
 
     return choose("w4a16", first.padded[0], split_candidates(*first.padded, num_multiprocessors(0)), measure)
@@ -129,7 +130,7 @@ def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
 
     def measure(config: configs.Config) -> float:
         x = inputs[config["block_m"]]
-        calls = [lambda w=w: w16a16(x, w, config=config) for w in weights]
+        calls = [partial(w16a16, x, w, config=config) for w in weights]
         return graph_us(calls, repeats=3, target_us=500)
 
     most = 1 if n // 64 >= 4 * num_multiprocessors(0) else 8

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specq_kernels.launch import check_tensor, runs_kernel
+from specq_kernels.w4_device import half_to_float
 from specq_kernels.w4_layout import FORMS, W4Weight
-from specq_kernels.w4a16 import _half_to_float
 
 CHUNK_BYTES = 64 << 20  # of dequantised weight at a time
 
@@ -88,20 +88,20 @@ def _dequantize_kernel(
     group = (k // GROUP)[None, :]
     if FORM == 0:
         bits = tl.load(meta + (group // 2) * padded_n) >> (16 * (group % 2))
-        w = _half_to_float(bits, SCALE_FP16) * (q - 8.0)
+        w = half_to_float(bits, SCALE_FP16) * (q - 8.0)
     elif FORM == 3:
         top = tl.load(meta + group * 0)
         sub = (tl.load(meta + (1 + group // 4) * padded_n) >> (8 * (group % 4))) & 255
         low = (tl.load(meta + (3 + group // 4) * padded_n) >> (8 * (group % 4))) & 255
-        scale = _half_to_float(top, SCALE_FP16) * sub.to(tl.float32)
-        w = scale * q - _half_to_float(top >> 16, SCALE_FP16) * low.to(tl.float32)
+        scale = half_to_float(top, SCALE_FP16) * sub.to(tl.float32)
+        w = scale * q - half_to_float(top >> 16, SCALE_FP16) * low.to(tl.float32)
     else:
         bits = tl.load(meta + group * padded_n)
-        scale = _half_to_float(bits, SCALE_FP16)
+        scale = half_to_float(bits, SCALE_FP16)
         if FORM == 1:
             w = scale * (q - ((bits >> 16) & 0xFFFF).to(tl.float32))
         else:
-            w = scale * q + _half_to_float(bits >> 16, SCALE_FP16)
+            w = scale * q + half_to_float(bits >> 16, SCALE_FP16)
     offs_k = step * 256 + k
     offs_n = block * 16 + row
     mask = (offs_n < num_rows)[:, None] & (offs_k < k_size)[None, :]

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from specq_kernels import configs
 from specq_kernels.group_sums import group_sums, sums_shape
-from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel
+from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, runs_kernel
+from specq_kernels.w4_device import (
+    codes_tile,
+    half_chunk,
+    half_to_float,
+    load_chunks,
+    prefetch_unit,
+    two_chunks,
+    unit_range,
+)
 from specq_kernels.w4_layout import FORMS, W4Weight
 
 AHEAD_STEPS = 4  # steps of 256 k that each program of the following product finds in the L2
@@ -68,13 +77,6 @@ def w4a16_ref(x: Tensor, weight: W4Weight, *, bias: Tensor | None = None, residu
     return y.to(x.dtype)
 
 
-def _units(weight: W4Weight, config: configs.Config) -> tuple[int, int, int, int]:
-    """(tiles, tail_tiles, split, tail_split): the first tiles are summed in `split` parts of K, the others finer."""
-    split, tail_split, tail_from = configs.split_of(config, n=weight.padded[0], k=weight.padded[1])
-    block_n = config["block_n"]
-    return tail_from // block_n, (weight.padded[0] - tail_from) // block_n, split, tail_split
-
-
 def _product(
     x: Tensor,
     weight: W4Weight,
@@ -95,123 +97,59 @@ def _product(
         return w4a16_ref(x, weight, bias=bias, residual=residual)
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"x: {rows} rows, the kernel takes 1 to {MAX_ROWS}")
-    if x.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
+    if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"x: dtype is {x.dtype}, expected torch.float16 or torch.bfloat16")
     if sums is None:
         sums = group_sums(x, weight.group_size)
-    padded_n, padded_k = weight.padded
     check_tensor("sums", sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
-    config = config or configs.product_config("w4a16", x, n=padded_n, k=padded_k, group=weight.group_size)
-    units = _units(weight, config)
-    most = max(units[2:4])
     out = torch.empty(rows, n_out, dtype=x.dtype, device=x.device)
-    partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
-    early = has_dependent_launch(x)
-    ahead = following if early else None
-    ahead_config = (
-        configs.product_config("w4a16", x, n=ahead.padded[0], k=ahead.padded[1], group=ahead.group_size)
-        if ahead
-        else config
-    )
-    ahead_units = _units(ahead or weight, ahead_config)
-    _w4a16_kernel[(units[0] * units[2] + units[1] * units[3],)](
-        x, weight.packed, weight.meta, sums, bias if bias is not None else out,
-        residual if residual is not None else out, out, partials, weight.counters,
-        rows, n_out, k, padded_n, padded_k, *units,
-        (ahead or weight).packed, (ahead or weight).padded[1], *ahead_units,
-        GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
-        BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
-        STEP=config.get("step", 256),
-        STAGES=config["stages"], HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        SILU=weight.is_gate_up, EVEN_K=k == padded_k, EVEN_M=rows == config["block_m"],
-        PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early, DIRECT=bool(config.get("direct", 0)),
-        AHEAD=AHEAD_STEPS if ahead else 0, AHEAD_N=ahead_config["block_n"],
-        **configs.launch_options(config, early=early),
-    )  # fmt: skip
+    _launch(x, weight, sums, bias, residual, out, following, config or _config(x, weight))
     return out
 
 
-@triton.jit
-def _unpack_bf16(q):
-    """Eight codes of a word to four words of two bf16 each, 128 + code, exact: (h, r) = 00, 10, 01, 11."""
-    return tl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 a, b, c;
-        shr.b32 a, $4, 4;
-        shr.b32 b, $4, 8;
-        shr.b32 c, $4, 12;
-        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
-        }""",
-        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+def _config(x: Tensor, weight: W4Weight) -> configs.Config:
+    n, k = weight.padded
+    return configs.product_config("w4a16", x, n=n, k=k, group=weight.group_size)
+
+
+def _units(weight: W4Weight, config: configs.Config) -> tuple[int, int, int, int]:
+    """(tiles, tail_tiles, split, tail_split): the first tiles are summed in `split` parts of K, the others finer."""
+    split, tail_split, tail_from = configs.split_of(config, n=weight.padded[0], k=weight.padded[1])
+    block_n = config["block_n"]
+    return tail_from // block_n, (weight.padded[0] - tail_from) // block_n, split, tail_split
+
+
+def _launch(
+    x: Tensor,
+    weight: W4Weight,
+    sums: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    following: W4Weight | None,
+    config: configs.Config,
+) -> None:
+    (rows, k), (padded_n, padded_k) = x.shape, weight.padded
+    units = tiles, tail_tiles, split, tail_split = _units(weight, config)
+    most = max(split, tail_split)
+    partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
+    early = has_dependent_launch(x)
+    has_ahead = early and following is not None
+    ahead = following if has_ahead and following is not None else weight
+    ahead_config = _config(x, ahead) if has_ahead else config
+    _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
+        x, weight.packed, weight.meta, sums, bias if bias is not None else out,
+        residual if residual is not None else out, out, partials, weight.counters,
+        rows, out.shape[1], k, padded_n, padded_k, *units,
+        ahead.packed, ahead.padded[1], *_units(ahead, ahead_config),
+        GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
+        BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
+        STEP=config.get("step", 256), STAGES=config["stages"], HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, EVEN_K=k == padded_k,
+        EVEN_M=rows == config["block_m"], PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early,
+        DIRECT=bool(config.get("direct", 0)), AHEAD=AHEAD_STEPS if has_ahead else 0, AHEAD_N=ahead_config["block_n"],
+        **configs.launch_options(config, early=early),
     )  # fmt: skip
-
-
-@triton.jit
-def _unpack_fp16(q):
-    """As `_unpack_bf16` in fp16: 1024 + code in rows h = 0, 1024 + 16 * code in rows h = 1 (one shift for four words)."""
-    return tl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 a;
-        shr.b32 a, $4, 8;
-        lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-        lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
-        }""",
-        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _pair(words, dtype: tl.constexpr, PTX: tl.constexpr):
-    """The two values (j = 0, 1) of each word: 16-bit floats, or codes in bits 0 and 16 of the portable form."""
-    if PTX:
-        low = words.to(tl.int16).to(dtype, bitcast=True)
-        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
-    else:
-        low = (words & 15).to(dtype)
-        high = ((words >> 16) & 15).to(dtype)
-    return tl.join(low, high)
-
-
-@triton.jit
-def _codes_tile(q, dtype: tl.constexpr, PTX: tl.constexpr, NB: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr):
-    """Words [NB, KC*32*KB] to codes [16*NB, 16*KC*KB] in `dtype`; the PTX forms add a power of two (MAGIC)."""
-    if PTX:
-        if dtype == tl.bfloat16:
-            w0, w1, w2, w3 = _unpack_bf16(q)
-        else:
-            w0, w1, w2, w3 = _unpack_fp16(q)
-    else:
-        w0, w1, w2, w3 = q, q >> 4, q >> 8, q >> 12
-    first = tl.join(_pair(w0, dtype, PTX), _pair(w1, dtype, PTX))
-    second = tl.join(_pair(w2, dtype, PTX), _pair(w3, dtype, PTX))
-    w = tl.reshape(tl.join(first, second), (NB, KC, 8, 4, KB, 2, 2, 2))  # nb kc g t kb j h r
-    return tl.reshape(tl.trans(w, 0, 6, 2, 1, 4, 7, 3, 5), (NB * 16, KC * KB * 16))  # (nb h g), (kc kb r t j)
-
-
-@triton.jit
-def _two_chunks(a, b, NB: tl.constexpr):
-    """Words of two neighbouring chunks of 64 k, [NB, 2*128]."""
-    return tl.reshape(tl.trans(tl.join(a, b), 0, 2, 1), (NB, 256))
-
-
-@triton.jit
-def _half_chunk(a, half: tl.constexpr, NB: tl.constexpr):
-    """Words of the first or second 32 k of a chunk, [NB, 64]."""
-    first, second = tl.split(tl.trans(tl.reshape(a, (NB, 32, 2, 2)), 0, 1, 3, 2))
-    return tl.reshape(first if half == 0 else second, (NB, 64))
-
-
-@triton.jit
-def _half_to_float(bits, FP16: tl.constexpr):
-    """fp32 of the 16-bit float in the low half of int32 `bits`."""
-    if FP16:
-        return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -279,13 +217,11 @@ def _w4a16_kernel(
 
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    pid_n, pid_k, parts, first, last = _unit_range(tl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
+    pid_n, pid_k, parts, first, last = unit_range(tl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
     row_words = padded_k * 2  # of 16 rows
     w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_words + tl.arange(0, 128)[None, :]
     if DIRECT:
-        c0, c1, c2, c3 = _load_chunks(
-            w_ptrs, first * PASSES, STEP, DIRECT
-        )  # weights do not depend on the kernel before
+        c0, c1, c2, c3 = load_chunks(w_ptrs, first * PASSES, STEP, DIRECT)  # weights do not depend on the kernel before
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
@@ -296,51 +232,51 @@ def _w4a16_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for step in tl.range(first * PASSES, last * PASSES, num_stages=STAGES):
         if not DIRECT:
-            c0, c1, c2, c3 = _load_chunks(w_ptrs, step, STEP, DIRECT)
+            c0, c1, c2, c3 = load_chunks(w_ptrs, step, STEP, DIRECT)
         meta_ptrs = meta_ptr + (step // PASSES) * (WORDS * padded_n) + offs_n
         if FORM == 3:
             top = tl.load(meta_ptrs)
         for j in tl.static_range(GROUPS):
             in_block = (step % PASSES) * GROUPS + j  # this group's place among those of 256 k
             if GROUP == 128:
-                w = _codes_tile(_two_chunks(c0, c1, NB) if j == 0 else _two_chunks(c2, c3, NB), dtype, PTX, NB, 2, 4)
+                w = codes_tile(two_chunks(c0, c1, NB) if j == 0 else two_chunks(c2, c3, NB), dtype, PTX, NB, 2, 4)
             elif GROUP == 64:
-                w = _codes_tile(c0 if j == 0 else c1 if j == 1 else c2 if j == 2 else c3, dtype, PTX, NB, 1, 4)
+                w = codes_tile(c0 if j == 0 else c1 if j == 1 else c2 if j == 2 else c3, dtype, PTX, NB, 1, 4)
             else:
                 chunk = c0 if j < 2 else c1 if j < 4 else c2 if j < 6 else c3
-                w = _codes_tile(_half_chunk(chunk, j % 2, NB), dtype, PTX, NB, 1, 2)
+                w = codes_tile(half_chunk(chunk, j % 2, NB), dtype, PTX, NB, 1, 2)
             minimum = inverse
             if FORM == 0:
                 word = tl.load(meta_ptrs + (in_block // 2) * padded_n) >> (16 * (in_block % 2))
-                scale = _half_to_float(word, SCALE_FP16) * inverse
+                scale = half_to_float(word, SCALE_FP16) * inverse
                 shift = MAGIC + 8.0 * factor
             elif FORM == 3:
                 sub = tl.load(meta_ptrs + (1 + in_block // 4) * padded_n) >> (8 * (in_block % 4))
                 low = tl.load(meta_ptrs + (3 + in_block // 4) * padded_n) >> (8 * (in_block % 4))
-                scale = _half_to_float(top, SCALE_FP16) * (sub & 255).to(tl.float32) * inverse
+                scale = half_to_float(top, SCALE_FP16) * (sub & 255).to(tl.float32) * inverse
                 shift = MAGIC + 0.0 * factor
-                minimum = -_half_to_float(top >> 16, SCALE_FP16) * (low & 255).to(tl.float32)
+                minimum = -half_to_float(top >> 16, SCALE_FP16) * (low & 255).to(tl.float32)
             else:
                 word = tl.load(meta_ptrs + in_block * padded_n)
-                scale = _half_to_float(word, SCALE_FP16) * inverse
+                scale = half_to_float(word, SCALE_FP16) * inverse
                 if FORM == 1:
                     shift = MAGIC + ((word >> 16) & 0xFFFF).to(tl.float32) * factor
                 else:
                     shift = MAGIC + 0.0 * factor
-                    minimum = _half_to_float(word >> 16, SCALE_FP16)
+                    minimum = half_to_float(word >> 16, SCALE_FP16)
             group = step * GROUPS + j
             acc = _add_group(acc, w, x_ptr, sums_ptr, group, rows, k_size, scale, shift, minimum,
                              GROUP, BLOCK_M, EVEN_K, EVEN_M, FORM >= 2)  # fmt: skip
         if DIRECT:
-            c0, c1, c2, c3 = _load_chunks(w_ptrs, tl.minimum(step + 1, last * PASSES - 1), STEP, DIRECT)
+            c0, c1, c2, c3 = load_chunks(w_ptrs, tl.minimum(step + 1, last * PASSES - 1), STEP, DIRECT)
 
     if AHEAD > 0:
         count = ahead_tiles * ahead_split + ahead_tail_tiles * ahead_tail_split
         for unit in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
-            _prefetch_unit(unit, ahead_ptr, ahead_k, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
+            prefetch_unit(unit, ahead_ptr, ahead_k, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
                            AHEAD, AHEAD_N)  # fmt: skip
     is_last = True
-    if MOST > 1:
+    if MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
         if parts > 1:
             # partials [parts, padded_n / BLOCK_N, BLOCK_M, BLOCK_N]: offsets in a tile are constants
             offs_m = tl.arange(0, BLOCK_M)
@@ -360,50 +296,6 @@ def _w4a16_kernel(
     if is_last:
         _finish(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
                 BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
-
-
-@triton.jit
-def _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
-    """(tile, part, parts, first step, last step) of a program."""
-    is_tail = unit >= tiles * split
-    unit = tl.where(is_tail, unit - tiles * split, unit)
-    across = tl.where(is_tail, tail_tiles, tiles)
-    parts = tl.where(is_tail, tail_split, split)
-    part = unit // across
-    steps = padded_k // 256
-    return tl.where(is_tail, tiles, 0) + unit % across, part, parts, part * steps // parts, (part + 1) * steps // parts
-
-
-@triton.jit
-def _prefetch_unit(
-    unit, w_ptr, padded_k, tiles, tail_tiles, split, tail_split, STEPS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Ask the first STEPS steps of another product's program into the L2; one thread for each 16 rows."""
-    tile, _, _, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
-    NB: tl.constexpr = BLOCK_N // 16
-    address = w_ptr + (tile * NB + tl.arange(0, NB)).to(tl.int64) * (padded_k * 2) + first * 512
-    num_bytes = tl.minimum(last - first, STEPS) * 2048
-    tl.inline_asm_elementwise(
-        asm="""{
-        .reg .pred p;
-        .reg .u32 t;
-        mov.u32 t, %tid.x;
-        setp.lt.u32 p, t, $3;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        constraints="=r,l,r,r", args=[address, num_bytes, NB], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@triton.jit
-def _load_chunks(w_ptrs, step, STEP: tl.constexpr, DIRECT: tl.constexpr):
-    """The words of a pass, chunks of 64 k; volatile keeps the compiler from staging them in shared memory."""
-    at = w_ptrs + step * (STEP * 2)
-    c0 = tl.load(at, volatile=DIRECT)
-    c1 = tl.load(at + 128, volatile=DIRECT)
-    if STEP == 128:
-        return c0, c1, c0, c1
-    return c0, c1, tl.load(at + 256, volatile=DIRECT), tl.load(at + 384, volatile=DIRECT)
 
 
 @triton.jit

@@ -101,7 +101,6 @@ def test_errors_name_the_argument() -> None:
         argmax(torch.zeros(1, 8), vocab=9)
     with pytest.raises(ValueError, match="weight: shape"):
         rms_norm(torch.zeros(1, 8), torch.zeros(4), eps=1e-6)
+    cache, scalar = torch.zeros(1, 1, 80, 16), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="path: 65 entries"):
-        cache = torch.zeros(1, 1, 80, 16)
-        scalar = torch.zeros(1, dtype=torch.int32)
         compact(cache, cache.clone(), torch.zeros(65, dtype=torch.int32), scalar, scalar)

@@ -1,0 +1,133 @@
+"""Pieces of the 4-bit kernels: words to matrix-instruction operands, scales, and which part of K a program takes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _unpack_bf16(q):
+    """Eight codes of a word to four words of two bf16 each, 128 + code, exact: (h, r) = 00, 10, 01, 11."""
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 a, b, c;
+        shr.b32 a, $4, 4;
+        shr.b32 b, $4, 8;
+        shr.b32 c, $4, 12;
+        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
+        lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
+        }""",
+        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _unpack_fp16(q):
+    """As `_unpack_bf16` in fp16: 1024 + code in rows h = 0, 1024 + 16 * code in rows h = 1 (one shift for all)."""
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 a;
+        shr.b32 a, $4, 8;
+        lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+        lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
+        lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
+        }""",
+        constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pair(words, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The two values (j = 0, 1) of each word: 16-bit floats, or codes in bits 0 and 16 of the portable form."""
+    if PTX:
+        low = words.to(tl.int16).to(dtype, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        low = (words & 15).to(dtype)
+        high = ((words >> 16) & 15).to(dtype)
+    return tl.join(low, high)
+
+
+@triton.jit
+def codes_tile(q, dtype: tl.constexpr, PTX: tl.constexpr, NB: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr):
+    """Words [NB, KC*32*KB] to codes [16*NB, 16*KC*KB] in `dtype`; the PTX forms add a power of two (MAGIC)."""
+    if PTX:
+        if dtype == tl.bfloat16:
+            w0, w1, w2, w3 = _unpack_bf16(q)
+        else:
+            w0, w1, w2, w3 = _unpack_fp16(q)
+    else:
+        w0, w1, w2, w3 = q, q >> 4, q >> 8, q >> 12
+    first = tl.join(_pair(w0, dtype, PTX), _pair(w1, dtype, PTX))
+    second = tl.join(_pair(w2, dtype, PTX), _pair(w3, dtype, PTX))
+    w = tl.reshape(tl.join(first, second), (NB, KC, 8, 4, KB, 2, 2, 2))  # nb kc g t kb j h r
+    return tl.reshape(tl.trans(w, 0, 6, 2, 1, 4, 7, 3, 5), (NB * 16, KC * KB * 16))  # (nb h g), (kc kb r t j)
+
+
+@triton.jit
+def two_chunks(a, b, NB: tl.constexpr):
+    """Words of two neighbouring chunks of 64 k, [NB, 2*128]."""
+    return tl.reshape(tl.trans(tl.join(a, b), 0, 2, 1), (NB, 256))
+
+
+@triton.jit
+def half_chunk(a, half: tl.constexpr, NB: tl.constexpr):
+    """Words of the first or second 32 k of a chunk, [NB, 64]."""
+    first, second = tl.split(tl.trans(tl.reshape(a, (NB, 32, 2, 2)), 0, 1, 3, 2))
+    return tl.reshape(first if half == 0 else second, (NB, 64))
+
+
+@triton.jit
+def half_to_float(bits, FP16: tl.constexpr):
+    """fp32 of the 16-bit float in the low half of int32 `bits`."""
+    if FP16:
+        return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_chunks(w_ptrs, step, STEP: tl.constexpr, DIRECT: tl.constexpr):
+    """The words of a pass, chunks of 64 k; volatile keeps the compiler from staging them in shared memory."""
+    at = w_ptrs + step * (STEP * 2)
+    c0 = tl.load(at, volatile=DIRECT)
+    c1 = tl.load(at + 128, volatile=DIRECT)
+    if STEP == 128:
+        return c0, c1, c0, c1
+    return c0, c1, tl.load(at + 256, volatile=DIRECT), tl.load(at + 384, volatile=DIRECT)
+
+
+@triton.jit
+def unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
+    """(tile, part, parts, first step, last step) of a program."""
+    is_tail = unit >= tiles * split
+    unit = tl.where(is_tail, unit - tiles * split, unit)
+    across = tl.where(is_tail, tail_tiles, tiles)
+    parts = tl.where(is_tail, tail_split, split)
+    part = unit // across
+    steps = padded_k // 256
+    return tl.where(is_tail, tiles, 0) + unit % across, part, parts, part * steps // parts, (part + 1) * steps // parts
+
+
+@triton.jit
+def prefetch_unit(
+    unit, w_ptr, padded_k, tiles, tail_tiles, split, tail_split, STEPS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Ask the first STEPS steps of another product's program into the L2; one thread for each 16 rows."""
+    tile, _, _, first, last = unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
+    NB: tl.constexpr = BLOCK_N // 16
+    address = w_ptr + (tile * NB + tl.arange(0, NB)).to(tl.int64) * (padded_k * 2) + first * 512
+    num_bytes = tl.minimum(last - first, STEPS) * 2048
+    tl.inline_asm_elementwise(
+        asm="""{
+        .reg .pred p;
+        .reg .u32 t;
+        mov.u32 t, %tid.x;
+        setp.lt.u32 p, t, $3;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        constraints="=r,l,r,r", args=[address, num_bytes, NB], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip

@@ -1,0 +1,98 @@
+"""Every kernel compiles to machine code for sm_80 and sm_90 without a GPU; defaults fit 48 KB of shared memory.
+
+Compiling needs Triton without its interpreter, so it runs in one process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = '''
+import json, sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from specq_kernels import group_sums, kv_cache, norm_rope, sampling, tree_attention, w4_prefill, w4a16, w16a16
+from specq_kernels.configs import DEFAULT_TILES
+
+POINTERS = {"w_ptr": "*i32", "meta_ptr": "*i32", "sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32",
+            "ahead_ptr": "*i32", "mask_ptr": "*i32", "depth_ptr": "*i32", "length_ptr": "*i32", "top_ptr": "*fp32",
+            "total_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+            "path_ptr": "*i32", "count_ptr": "*i32", "logits_ptr": "*fp32"}
+MULTIPLES_OF_16 = {"n_out", "k_size", "padded_n", "padded_k", "ahead_k", "max_len", "k", "n", "full_n"}
+FLOATS = {"eps", "scale", "temperature"}
+report = {}
+
+def build(name, fn, constants, dtype="bf16", warps=4, **types):
+    """Compile `fn` for the architecture of the command line; note its shared memory."""
+    signature, attributes = {}, {}
+    for i, argument in enumerate(fn.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            continue
+        kind = types.get(argument) or POINTERS.get(argument)
+        kind = kind or ("*" + dtype if argument.endswith("_ptr") else "fp32" if argument in FLOATS else "i32")
+        signature[argument] = kind
+        if kind.startswith("*") or argument in MULTIPLES_OF_16:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    at = {(fn.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(fn, signature, constexprs=at, attrs=attributes)
+    built = compile(source, target=GPUTarget("cuda", ARCH, 32), options={"num_warps": warps, "launch_pdl": EARLY})
+    assert built.asm["cubin"]
+    report[name] = built.metadata.shared
+
+ARCH = int(sys.argv[1])
+EARLY = ARCH >= 90
+for rows, tile in DEFAULT_TILES["w4a16"].items():
+    for group, form, dtype in ((128, 0, "bf16"), (64, 1, "fp16"), (32, 3, "bf16"), (32, 2, "bf16"))[: 64 // rows]:
+        constants = dict(GROUP=group, FORM=form, SCALE_FP16=True, BLOCK_N=64, BLOCK_M=rows, MOST=4,
+                         STEP=tile.get("step", 256), STAGES=tile["stages"], HAS_BIAS=True, HAS_RESIDUAL=True,
+                         SILU=False, EVEN_K=False, EVEN_M=False, PTX=True, EARLY=EARLY, DIRECT=False, AHEAD=0,
+                         AHEAD_N=64)
+        build(f"default w4a16 {rows} {group} {form}", w4a16._w4a16_kernel, constants, dtype)
+silu = dict(GROUP=128, FORM=0, SCALE_FP16=True, BLOCK_N=128, BLOCK_M=16, MOST=1, STEP=256, STAGES=3, HAS_BIAS=False,
+            HAS_RESIDUAL=False, SILU=True, EVEN_K=True, EVEN_M=True, PTX=True, EARLY=EARLY, DIRECT=True,
+            AHEAD=4 if EARLY else 0, AHEAD_N=128)
+build("w4a16 silu", w4a16._w4a16_kernel, silu)
+for rows, tile in DEFAULT_TILES["w16a16"].items():
+    constants = dict(BLOCK_N=64, BLOCK_M=rows, BLOCK_K=64, SPLIT=2, STAGES=tile["stages"], HAS_BIAS=False,
+                     HAS_RESIDUAL=False, ARGMAX=rows == 16, EVEN_N=True, EVEN_K=True, EARLY=EARLY)
+    build(f"default w16a16 {rows}", w16a16._w16a16_kernel, constants, out_ptr="*fp32", w_ptr="*bf16")
+for head_dim, window in ((128, False), (80, True)):
+    constants = dict(KV_HEADS=2, SHARED=4, HEAD_DIM=head_dim, BLOCK_D=128, BLOCK_Q=64, TILE=64, CHUNK=256,
+                     WINDOWED=window, STAGES=3, EARLY=EARLY)
+    build(f"attention {head_dim}", tree_attention._chunk_kernel, constants)
+build("combine", tree_attention._combine_kernel, dict(HEADS=8, SHARED=4, HEAD_DIM=64, BLOCK_D=64, BLOCK_H=2, CHUNK=256,
+      BLOCK_C=16, GROUP=128, STRIDE=16, EARLY=EARLY))
+build("norm", norm_rope._rms_norm_kernel,
+      dict(HAS_RESIDUAL=True, GROUP=128, STRIDE=16, BLOCK=8192, EARLY=EARLY), warps=8)
+build("silu", norm_rope._silu_mul_kernel, dict(GROUP=64, STRIDE=16, EARLY=EARLY))
+build("append", kv_cache._append_kernel, dict(HEADS=4, KV_HEADS=2, HEAD_DIM=80, BLOCK=64, HAS_NORM=True, EARLY=EARLY),
+      warps=1, position_ptr="*i32")
+build("compact", kv_cache._compact_kernel, dict(HEAD_DIM=80, BLOCK_D=128, BLOCK_P=8, EARLY=EARLY))
+build("gumbel", sampling._block_best_kernel, dict(NOISE=True, BLOCK=2048, EARLY=EARLY), position_ptr="*i64",
+      seed_low="i64", seed_high="i32")
+build("best", sampling._row_best_kernel, dict(BLOCK=64, EARLY=EARLY), out_ptr="*i64")
+build("group sums", group_sums._group_sums_kernel, dict(GROUP=32, STRIDE=16, EARLY=EARLY), out_ptr="*fp32")
+build("dequantize", w4_prefill._dequantize_kernel, dict(GROUP=32, FORM=3, SCALE_FP16=True))
+print(json.dumps(report))
+'''
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler comes with its Linux wheels only")
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_kernels_compile_and_defaults_fit_48_kb(architecture: int) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(architecture)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert len(report) == 22
+    too_large = {name: size for name, size in report.items() if name.startswith("default") and size > 48 * 1024}
+    assert not too_large
