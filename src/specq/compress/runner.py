@@ -128,8 +128,9 @@ def quantize(
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
     output = output.absolute()
-    if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
-        raise UsageError(f"`{output}` is or holds the source itself", hint="choose another folder with -o")
+    here, there = output.resolve(), source.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise UsageError(f"`{output}` is, holds or lies in the source itself", hint="choose another folder with -o")
     check_output(output, overwrite=overwrite)
     spec = model_spec(source)
     plan = plan_quantization(spec, settings)

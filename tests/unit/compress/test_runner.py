@@ -248,7 +248,7 @@ def test_a_folder_in_use_is_only_replaced_when_asked(run: Run, source: Path) -> 
     assert not (source.parent / "out" / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("where", ["", "..", "../source"])
+@pytest.mark.parametrize("where", ["", "..", "../source", "inside", "inside/deeper"])
 def test_the_source_is_never_the_output(source: Path, where: str) -> None:
     with pytest.raises(UsageError, match="source itself"):
         quantize(source, source / where, overwrite=True)
