@@ -6,7 +6,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
@@ -106,6 +106,24 @@ class PipelineOptions:
 
 
 @dataclass(frozen=True)
+class SeveralPipelines(PipelineOptions):
+    """As PipelineOptions, for a verb that runs several pipelines side by side."""
+
+    pipeline: Annotated[  # type: ignore[assignment]
+        list[str] | None,
+        _flag(
+            "--pipeline",
+            metavar="NAMES",
+            help="plain, lookup, sequence, eagle2, hierarchical; again or with commas; default all that can run.",
+        ),
+    ] = None
+
+    def overrides(self) -> list[str]:
+        """As above; which pipelines run is no setting of one recipe."""
+        return PipelineOptions.overrides(replace(self, pipeline=None))
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """How the answer is chosen and cut."""
 
@@ -186,6 +204,7 @@ class OutputOptions:
 
 PANELS: dict[type, str] = {
     PipelineOptions: "Pipeline",
+    SeveralPipelines: "Pipeline",
     SamplingOptions: "Sampling",
     PromptOptions: "Prompt and answer",
     OutputOptions: "Output",

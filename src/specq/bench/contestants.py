@@ -1,0 +1,129 @@
+"""What a benchmark times: specq's pipelines, and transformers' generate on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from specq.bench.memory import PeakMemory, storages
+from specq.bench.transformers_baseline import TransformersModel
+from specq.recipe import Recipe, Sampling
+from specq.spec.pipelines import PIPELINES
+from specq.spec.session import Generation, Pipeline
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How every contestant decodes. `is_forced`: exactly `max_new_tokens` tokens each, stops ignored."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    is_forced: bool = False
+
+    def seeded(self, index: int) -> Sampling:
+        """The sampling of the prompt of this index: a seed of its own, the same for every contestant."""
+        assert self.sampling.seed is not None
+        return self.sampling.model_copy(update={"seed": (self.sampling.seed + index) % 2**64})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generation and the peak memory while it ran, less that of models it did not use (None: unknown)."""
+
+    generation: Generation
+    peak_bytes: int | None
+
+
+class Contestant(Protocol):
+    """Answers prompts, each with empty caches."""
+
+    @property
+    def name(self) -> str: ...
+
+    def answer(self, prompt_ids: Sequence[int], decoding: Decoding, *, sampling: Sampling) -> Answer: ...
+
+
+class PipelineContestant:
+    """A pipeline of specq with the settings of one row; several share the models of one `Pipeline`."""
+
+    def __init__(self, name: str, pipeline: Pipeline, *, kind: str, recipe: Recipe) -> None:
+        self.name, self.pipeline, self.kind, self.recipe = name, pipeline, kind, recipe
+        parts = pipeline.parts
+        decoded = pipeline.decision.pipeline if kind == "auto" and pipeline.decision else kind
+        used = {role: getattr(parts, role) for role in ("target", *PIPELINES[decoded].needs)}
+        everything = storages(vars(parts))
+        self._idle_bytes = sum(everything.values()) - sum(storages(used).values())
+        self._memory = PeakMemory(pipeline.target.device)
+
+    def answer(self, prompt_ids: Sequence[int], decoding: Decoding, *, sampling: Sampling) -> Answer:
+        pipeline = self.pipeline
+        pipeline.parts.rollback(0)
+        pipeline.recipe = self.recipe
+        pipeline.use(self.kind)
+        self._memory.restart()
+        stream = pipeline.stream(
+            prompt_ids,
+            sampling=sampling,
+            max_new_tokens=decoding.max_new_tokens,
+            stop=decoding.stop,
+            ignore_stop_ids=decoding.is_forced,
+        )
+        for _ in stream:
+            pass
+        peak = self._memory.bytes()
+        return Answer(stream.result, None if peak is None else peak - self._idle_bytes)
+
+
+class TransformersContestant:
+    """transformers' generate, alone or assisted by the same intermediate model; its text need not equal ours."""
+
+    def __init__(
+        self, name: str, model: TransformersModel, pipeline: Pipeline, *, assistant: TransformersModel | None = None
+    ) -> None:
+        self.name, self.model, self.assistant, self.pipeline = name, model, assistant, pipeline
+
+    def answer(self, prompt_ids: Sequence[int], decoding: Decoding, *, sampling: Sampling) -> Answer:
+        tokenizer = self.pipeline.tokenizer
+        room = self.pipeline.context - len(prompt_ids)
+        began = perf_counter()
+        ids, times = self.model.generate(
+            prompt_ids,
+            sampling=sampling,
+            max_new_tokens=min(decoding.max_new_tokens, room),
+            stop_ids=() if decoding.is_forced else sorted(tokenizer.eos_ids),
+            assistant=self.assistant,
+        )
+        is_stopped = not decoding.is_forced and ids[-1] in tokenizer.eos_ids
+        text = tokenizer.decode(ids[:-1] if is_stopped else ids)
+        seconds = times[-1] - times[0]
+        generation = Generation(
+            text=text,
+            token_ids=tuple(ids),
+            tokens_out=len(ids),
+            finish_reason="stop" if is_stopped else "length",
+            prompt_tokens=len(prompt_ids),
+            reused_tokens=0,
+            ttft_s=times[0] - began,
+            decode_tps=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else None,
+            e2e_tps=len(ids) / (times[-1] - began),
+            accept_len=None,
+            accept_len_inner=None,
+            rounds=0,
+            draft_ms=0.0,
+            intermediate_ms=0.0,
+            verify_ms=0.0,
+            overhead_ms=0.0,
+            pipeline=self.name,
+            seed=sampling.seed or 0,
+        )
+        return Answer(generation, None)
+
+
+def transformers_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The number formats the outside baseline is tried in: its best one is not known beforehand on a CPU."""
+    return (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16,)

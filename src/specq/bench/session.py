@@ -1,0 +1,155 @@
+"""Everything of a measurement that comes before the first prompt: which rows, which models, which sampling."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specq.bench.contestants import (
+    Contestant,
+    PipelineContestant,
+    TransformersContestant,
+    transformers_dtypes,
+)
+from specq.bench.sweep import Row, choose_pipelines, make_rows, split_names
+from specq.bench.transformers_baseline import TransformersModel
+from specq.errors import UsageError
+from specq.hub import resolve_model
+from specq.models.loader import check_memory
+from specq.recipe import Recipe, Sampling
+from specq.spec.decision import Decision, ProfileKey
+from specq.spec.load import choose_device, load_pipeline, model_refs
+from specq.spec.session import Pipeline
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows to run and the recipe of each; `wanted` is the pipeline that models are loaded for."""
+
+    recipe: Recipe
+    rows: list[Row]
+    recipes: list[Recipe]
+    wanted: str
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Where and how models are loaded; as the flags of the same names."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    offline: bool | None = None
+
+
+def plan_rows(
+    resolve: Callable[[Sequence[str]], Recipe], *, asked: Sequence[str] | None, swept: dict[str, list[str]]
+) -> Plan:
+    """The rows that `--pipeline` and swept settings mean; `resolve` makes the recipe of some more overrides.
+
+    Raises UsageError or UnsupportedError, before anything is loaded, when one of them cannot run.
+    """
+    recipe = resolve([])
+    names = split_names(asked)
+    # A head that is not said to be the intermediate's is the target's, unless only the former is asked for.
+    is_inner = (
+        recipe.pipeline.name == "hierarchical" if not names else "hierarchical" in names and "eagle2" not in names
+    )
+    wanted = "hierarchical" if is_inner else "plain"
+    rows = make_rows(choose_pipelines(asked, model_refs(recipe, wanted)), swept)
+    return Plan(recipe, rows, [resolve(row.overrides) for row in rows], wanted)
+
+
+def exact_sampling(recipe: Recipe) -> Sampling:
+    """What a recipe asks for and nothing the model's own defaults would add: greedy unless told otherwise."""
+    asked = recipe.sampling
+    return Sampling(
+        temperature=asked.temperature or 0.0,
+        top_p=asked.top_p or 1.0,
+        top_k=asked.top_k or 0,
+        repetition_penalty=asked.repetition_penalty or 1.0,
+        seed=secrets.randbits(32) if asked.seed is None else asked.seed,
+    )
+
+
+def find_decision(plan: Plan, loading: Loading) -> Decision | None:
+    """What a profile chose for these models here, when there is an `auto` row. Raises UsageError without a profile."""
+    if not any(row.pipeline == "auto" for row in plan.rows):
+        return None
+    refs = model_refs(plan.recipe, plan.wanted)
+    paths = {
+        role: resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path
+        for role, ref in refs.items()
+    }
+    decision, instead = ProfileKey.here(paths, device=choose_device(loading.device), dtype=loading.dtype).find()
+    if decision is None:
+        why = instead or "these models have no profile on this device"
+        raise UsageError(f"`auto` cannot run: {why}", hint="specq profile measures one, or leave `auto` out")
+    return decision
+
+
+def open_models(plan: Plan, loading: Loading, *, say: Say = lambda text: None) -> tuple[Pipeline, list[Contestant]]:
+    """The models of all rows in memory, and a contestant for each row, plain decoding first.
+
+    There is room for the largest tree that any row drafts. Raises UsageError for an `auto` row without a profile.
+    """
+    decision = find_decision(plan, loading)
+    recipes = [
+        decision.apply(recipe) if decision and row.pipeline == "auto" else recipe
+        for row, recipe in zip(plan.rows, plan.recipes, strict=True)
+    ]
+    largest = plan.recipe.model_copy(deep=True)
+    for key in ("depth", "top_k"):
+        setattr(largest.drafter, key, max(getattr(recipe.drafter, key) for recipe in recipes))
+    pipeline = load_pipeline(
+        largest,
+        pipeline=plan.wanted,
+        device=loading.device,
+        dtype=loading.dtype,
+        threads=loading.threads,
+        offline=loading.offline,
+        on_progress=say,
+    )
+    pipeline.decision = decision
+    rows: list[Contestant] = [
+        PipelineContestant(row.name, pipeline, kind=row.pipeline, recipe=recipe)
+        for row, recipe in zip(plan.rows, recipes, strict=True)
+    ]
+    return pipeline, rows
+
+
+def target_path(recipe: Recipe, loading: Loading) -> Path:
+    """Where the target's files lie."""
+    return resolve_model(recipe.target.model, revision=recipe.target.revision, offline=loading.offline).path
+
+
+def transformers_contestants(
+    plan: Plan, pipeline: Pipeline, loading: Loading, *, say: Say = lambda text: None
+) -> list[Contestant]:
+    """transformers' generate on the same weights in each number format, and assisted by the same intermediate.
+
+    Raises NotEnoughMemoryError when these further copies do not fit.
+    """
+    device = pipeline.target.device
+    paths = [target_path(plan.recipe, loading)]
+    specs = [pipeline.target.spec]
+    if pipeline.parts.intermediate is not None and plan.recipe.intermediate is not None:
+        ref = plan.recipe.intermediate
+        paths.append(resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path)
+        specs.append(pipeline.parts.intermediate.model.spec)
+    contestants: list[Contestant] = []
+    for dtype in transformers_dtypes(device):
+        name = str(dtype).removeprefix("torch.")
+        models = [(spec, path, pipeline.context) for spec, path in zip(specs, paths, strict=True)]
+        check_memory(models, device=str(device), dtype=name)
+        say(f"loading {', '.join(path.name for path in paths)} into transformers in {name}")
+        target, *others = [TransformersModel(path, dtype=dtype, device=device) for path in paths]
+        contestants.append(TransformersContestant(f"transformers {name}", target, pipeline))
+        for other in others:
+            label = f"transformers {name} assisted"
+            contestants.append(TransformersContestant(label, target, pipeline, assistant=other))
+    return contestants
