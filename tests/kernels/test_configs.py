@@ -1,0 +1,66 @@
+"""Tuned configurations: the shipped tables are consistent, the user's own file wins, the untuned are told once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specq_kernels import configs
+
+SHIPPED = Path(configs.__file__).parent / "configs"
+
+
+def clear_caches() -> None:
+    for cached in (configs.lookup, configs.read, configs.warn_untuned):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECQ_CACHE", str(tmp_path))
+    clear_caches()
+    yield tmp_path
+    clear_caches()
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables_name_tiles_that_divide_their_columns(path: Path) -> None:
+    entries = json.loads(path.read_text())["w4a16"]
+    assert entries
+    for key, entry in entries.items():
+        n, k = (int(size) for size in key.split("g")[0].split("x"))
+        split, tail_split, tail_from = configs.split_of(entry, n=n, k=k)
+        assert (split, tail_split) == (entry["split"], entry["tail_split"])  # none was cut down to K
+        assert set(entry["rows"]) == {"16", "32", "64"}
+        for tile in entry["rows"].values():
+            assert tail_from % tile["block_n"] == 0 == n % tile["block_n"]
+
+
+def test_the_users_file_wins_over_the_shipped_one(own_cache: Path) -> None:
+    shipped = configs.lookup("NVIDIA H200", "w4a16", "8192x8192g128")
+    assert shipped is not None
+    clear_caches()
+    path = configs.user_file("NVIDIA H200")
+    assert path.parent.parent == own_cache
+    path.parent.mkdir()
+    path.write_text(json.dumps({"w4a16": {"8192x8192g128": {"split": 77}}}))
+    assert configs.lookup("NVIDIA H200", "w4a16", "8192x8192g128") == {"split": 77}
+    assert configs.lookup("NVIDIA H200", "w4a16", "10240x8192g128") is not None
+    assert configs.lookup("NVIDIA H200", "w4a16", "1x1g128") is None
+
+
+def test_an_untuned_device_is_told_the_command_once(recwarn: pytest.WarningsRecorder) -> None:
+    clear_caches()
+    for _ in range(3):
+        configs.warn_untuned("Some GPU", "w4a16")
+    assert [str(w.message) for w in recwarn] == [
+        "`w4a16` is not tuned for `Some GPU`: run `python -m specq_kernels.tune` once"
+    ]
+
+
+def test_default_split_fills_the_device_and_leaves_work_to_each_part() -> None:
+    assert configs.default_split(57344, 8192, 132) == 1
+    assert configs.default_split(4096, 4096, 132) == 4
+    assert configs.default_split(640, 768, 132) == 1
