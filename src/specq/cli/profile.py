@@ -1,0 +1,159 @@
+"""`specq profile`: what verification costs here, which pipeline that makes the fastest, and where `auto` finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specq.cli.console import Console, table
+from specq.cli.options import Model, OutputOptions, PipelineOptions, VerbCommand, takes_options
+from specq.errors import SpecqError, UsageError
+
+if TYPE_CHECKING:
+    from specq.profile.run import Profile
+
+MEASUREMENT, RESULT = "Measurement", "Result"
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+def _flag(*names: str, help: str, panel: str, metavar: str | None = None, **limits: Any) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
+
+
+@app.command(cls=VerbCommand)
+@takes_options
+def profile(
+    model: Model = None,
+    *,
+    seconds: Annotated[
+        float | None,
+        _flag(
+            "--seconds",
+            metavar="S",
+            min=1.0,
+            panel=MEASUREMENT,
+            help="About how long to measure after loading; default 90 on a GPU, 60 on a CPU.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        _flag(
+            "--prompts",
+            metavar="FILE",
+            panel=MEASUREMENT,
+            help="Prompts of your own kind, one a line or .jsonl; default a bundled dozen.",
+        ),
+    ] = None,
+    acceptance: Annotated[
+        list[str] | None,
+        _flag(
+            "--acceptance",
+            metavar="NAME=P[,P...]",
+            panel=MEASUREMENT,
+            help="Plan with these chances by position (sequence, lookup, eagle2, inner) instead of measuring them; "
+            "such a study is not stored.",
+        ),
+    ] = None,
+    compare_fp16: Annotated[
+        bool,
+        _flag("--compare-fp16", panel=MEASUREMENT, help="Time the target without 4-bit matrices too, where it fits."),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        _flag("--plot", metavar="FILE", panel=RESULT, help="Draw curves and ranking: .png, .svg or .html."),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        _flag("--save", metavar="FILE.yaml", panel=RESULT, help="Write the chosen pipeline and sizes as a recipe."),
+    ] = None,
+    pipeline: PipelineOptions,
+    output: OutputOptions,
+) -> None:
+    """Measure what verifying drafts costs on this device, and choose the fastest pipeline for it.
+
+    Times steps of every model of the recipe as sequence and as tree, runs the pipelines on calibration prompts,
+    ranks every candidate, plain decoding included, and runs the two best again beside it. The result is stored for
+    these models on this device, and chat, run and bench use it for --pipeline auto.
+    """
+    with Console(quiet=output.quiet).working() as console:
+        if save is not None and save.suffix not in (".yaml", ".yml"):
+            raise UsageError(f"--save `{save}` is no recipe's name", hint="end it in .yaml")
+        from specq.profile.acceptance import parse_by_hand
+        from specq.profile.plot import check_plot, write_plot
+        from specq.profile.prompts import read_prompts
+        from specq.profile.report import recipe_text
+        from specq.profile.run import Request
+        from specq.recipe import resolve
+
+        if plot is not None:
+            check_plot(plot)
+        request = Request(
+            recipe=resolve(model, overrides=pipeline.overrides()),
+            prompts=read_prompts(prompts),
+            device=pipeline.device,
+            dtype=pipeline.dtype.value,
+            threads=pipeline.threads,
+            offline=pipeline.offline or None,
+            seconds=seconds,
+            by_hand=parse_by_hand(acceptance or []),
+            compare_fp16=compare_fp16,
+        )
+        found = _measure(request, console)
+        if plot is not None:
+            write_plot(found, plot)
+            console.note(f"wrote {plot}")
+        if save is not None:
+            _write(save, recipe_text(found, str(save)))
+            console.note(f"wrote {save}")
+        if output.as_json:
+            console.document(found.record())
+        else:
+            _show(found, console)
+
+
+def _measure(request: Any, console: Console) -> Profile:
+    """The profile, stored; of an interrupted one what is there is kept and said so."""
+    from specq.profile import run
+
+    progress = console.progress()
+    begun: list[Profile] = []
+    try:
+        found = run.profile(request, on_progress=progress, on_start=begun.append)
+    except KeyboardInterrupt:
+        progress.clear()
+        if begun and begun[0].costs is not None:
+            console.note(f"interrupted: what was measured is in {run.save(begun[0])}, and `auto` does not use it")
+        raise
+    finally:
+        progress.clear()
+    if request.by_hand:
+        console.note("not stored: acceptance was given by hand")
+    else:
+        console.note(f"stored in {run.save(found)}")
+    return found
+
+
+def _show(found: Profile, console: Console) -> None:
+    from specq.profile.report import closing_lines, sections
+
+    environment = found.environment
+    versions = ", ".join(
+        f"{name} {environment[name]}" for name in ("driver", "torch", "triton", "specq") if environment.get(name)
+    )
+    threads = f", {environment['threads']} threads" if environment.get("threads") else ""
+    console.line(f"{environment['device']}{threads}, {versions}")
+    for title, rows in sections(found):
+        console.line(f"\n{title}\n{table(rows, indent='  ')}")
+    console.line()
+    for line in closing_lines(found):
+        console.line(line)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecqError(f"`{path}` cannot be written: {(error.strerror or str(error)).lower()}") from None

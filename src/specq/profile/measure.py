@@ -1,0 +1,242 @@
+"""Steps, draftings and prefill of loaded models, timed as decoding runs them: through its verifiers and drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve, Timing, Tree
+from specq.profile.timing import Samples, measure
+from specq.spec.drafters import PromptLookup
+from specq.spec.eagle_tree import EagleTree, TreeShape
+from specq.spec.pipelines import HeadSeat, Parts, Seat
+from specq.spec.sampling import Sampler
+from specq.spec.tree import MAX_NODES, DraftTree, chain
+from specq.spec.verifier import PREFILL_CHUNK, Verifier
+
+BUCKETS = (1, 2, 4, 8, 10, 16, 32, 64)
+BRANCHES = 3
+"""Children of a node in the trees that are timed; what a tree costs depends on its number of nodes."""
+
+CAUGHT_UP = 3
+"""Rows a head runs again at the start of a drafting: about as many as a round accepts."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is timed: node counts of sequences and of trees, contexts, and the drafts of heads."""
+
+    sequences: tuple[int, ...]
+    trees: tuple[int, ...]
+    contexts: tuple[int, ...]
+    depths: tuple[int, ...]
+    top_ks: tuple[int, ...]
+    prefill: int
+
+    @classmethod
+    def of(cls, device: torch.device, *, context: int, tree: Tree) -> Grid:
+        """The grid for this device, up to the recipe's context and with the recipe's tree in it.
+
+        A GPU pads to buckets, so those are measured; a CPU runs every count as it is and has time for two contexts.
+        """
+        sequences: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
+        trees: tuple[int, ...] = (4, 8, 16, 32)
+        contexts: tuple[int, ...] = (64, 512)
+        depths: tuple[int, ...] = (1, 2, 3, 4, 6)
+        prefill = 128
+        if device.type == "cuda":
+            sequences, trees = tuple(sorted({*BUCKETS, 3, 5, 6, 12, 48})), (4, 8, 16, 24, 32, 48, 64)
+            contexts, depths, prefill = (128, 1024, 4096, context), (1, 2, 3, 4, 5, 6, 8), PREFILL_CHUNK
+        fitting = sorted({min(c, context - 1) for c in contexts})
+        top_ks = tuple(sorted({tree.top_k, min(4, tree.top_k)}))
+        depths, trees = tuple(sorted({*depths, tree.depth})), tuple(sorted({*trees, tree.nodes}))
+        return cls(sequences, trees, tuple(fitting), depths, top_ks, min(prefill, fitting[-1]))
+
+    def at(self, context: int) -> Grid:
+        """The same at one context."""
+        return replace(self, contexts=(context,), prefill=min(self.prefill, context))
+
+
+class StepKey(NamedTuple):
+    """A step of a model: role, form, context, nodes."""
+
+    role: str
+    form: str
+    context: int
+    nodes: int
+
+
+class DraftKey(NamedTuple):
+    """A drafting: a head's role or `lookup`, context, depth, top-k."""
+
+    role: str
+    context: int
+    depth: int
+    top_k: int
+
+
+class PrefillKey(NamedTuple):
+    """The first chunk of a prompt run by a model."""
+
+    role: str
+    tokens: int
+
+
+AnyKey = StepKey | DraftKey | PrefillKey
+
+
+def time_models(
+    parts: Parts,
+    sampler: Sampler,
+    text: Sequence[int],
+    grid: Grid,
+    samples: Samples[AnyKey],
+    *,
+    lookup: PromptLookup,
+    seconds: float,
+    rounds: int,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Fill `samples` with every step, drafting and prefill of these models; the caches are empty afterwards.
+
+    `text` is token ids that stand for contexts; it is repeated as needed.
+    """
+    long = [text[i % len(text)] for i in range(grid.contexts[-1] + MAX_NODES)]
+    jobs = dict(_jobs(parts, sampler, long, grid, lookup))
+    try:
+        with torch.inference_mode():
+            measure(jobs, samples, device=parts.target.model.device, seconds=seconds, rounds=rounds, on_round=on_round)
+    finally:
+        parts.rollback(0)
+
+
+def cost_model(samples: Samples[AnyKey], *, loop_ms: float) -> CostModel:
+    """The cost model of what was timed."""
+    steps: dict[str, dict[str, dict[int, dict[int, Timing]]]] = {}
+    drafting: dict[str, dict[tuple[int, int], dict[int, Timing]]] = {}
+    prefill: dict[str, float] = {}
+    for key, timing in samples.timings().items():
+        if isinstance(key, StepKey):
+            forms = steps.setdefault(key.role, {})
+            forms.setdefault(key.form, {}).setdefault(key.context, {})[key.nodes] = timing
+        elif isinstance(key, DraftKey):
+            drafting.setdefault(key.role, {}).setdefault((key.depth, key.top_k), {})[key.context] = timing
+        else:
+            prefill[key.role] = timing.median_ms / key.tokens
+    lookup = drafting.pop("lookup", {}).get((0, 0), {})
+    curves = {role: StepCurve(forms, prefill.get(role)) for role, forms in steps.items()}
+    return CostModel(curves, drafting, lookup, loop_ms, samples.drift())
+
+
+def tree_of(tokens: Sequence[int], *, device: torch.device) -> DraftTree:
+    """A tree of these tokens in which every node has BRANCHES children until they run out."""
+    parents = [node // BRANCHES - 1 if node >= BRANCHES else -1 for node in range(len(tokens))]
+    return DraftTree.from_lists(tokens, parents, device=device)
+
+
+def drafted_trees(grid: Grid) -> list[Tree]:
+    """The trees whose verification and drafting the grid times."""
+    return [
+        Tree(nodes, depth, top_k)
+        for top_k in grid.top_ks
+        for depth in grid.depths
+        for nodes in grid.trees
+        if depth < nodes <= 1 + top_k + (depth - 1) * top_k**2
+    ]
+
+
+def _jobs(
+    parts: Parts, sampler: Sampler, text: Sequence[int], grid: Grid, lookup: PromptLookup
+) -> Iterator[tuple[AnyKey, Callable[[], object]]]:
+    for role, seat, head in (
+        ("target", parts.target, parts.target_head),
+        ("intermediate", parts.intermediate, parts.intermediate_head),
+    ):
+        if seat is None:
+            continue
+        verifier = seat.verifier(sampler)
+        contexts = [c for c in grid.contexts if c + MAX_NODES <= seat.cache.max_len]
+        for context in contexts:
+            for nodes in grid.sequences:
+                yield StepKey(role, SEQUENCE, context, nodes), step_job(verifier, text, context, nodes)
+            for nodes in grid.trees:
+                yield StepKey(role, TREE, context, nodes), step_job(verifier, text, context, nodes, form=TREE)
+            if head is not None:
+                for depth in grid.depths:
+                    for top_k in grid.top_ks:
+                        job = _drafting(head, verifier, text, context, Tree(MAX_NODES, depth, top_k))
+                        yield DraftKey(f"{role}_head", context, depth, top_k), job
+        yield PrefillKey(role, grid.prefill), _prefill(seat, verifier, text, grid.prefill)
+    for context in grid.contexts:
+        yield DraftKey("lookup", context, 0, 0), _lookup(lookup, text[: context + 1])
+
+
+def step_job(
+    verifier: Verifier, text: Sequence[int], context: int, nodes: int, *, form: str = SEQUENCE
+) -> Callable[[], object]:
+    """One verification of `nodes` rows, its pending token included; what K and V hold does not change what it costs."""
+    device = verifier.model.device
+    drafted = text[context + 1 : context + nodes]
+    tree = chain(drafted, device=device) if form == SEQUENCE or nodes < 3 else tree_of(drafted, device=device)
+    tokens = list(text[: context + 1])
+
+    def job() -> object:
+        _fill(verifier, context)
+        return verifier.verify(tokens, tree)
+
+    return job
+
+
+def _drafting(
+    seat: HeadSeat, verifier: Verifier, text: Sequence[int], context: int, tree: Tree
+) -> Callable[[], object]:
+    tokens = list(text[: context + 1])
+    drafter = EagleTree(seat.head, seat.cache, verifier, TreeShape(*tree))
+
+    def job() -> object:
+        _fill(verifier, context)
+        seat.cache.truncate(0)
+        seat.cache.keep(range(max(context - CAUGHT_UP, 0)))
+        return drafter.propose(tokens, max_nodes=MAX_NODES - 1, max_depth=tree.depth)
+
+    return job
+
+
+def _prefill(seat: Seat, verifier: Verifier, text: Sequence[int], count: int) -> Callable[[], object]:
+    tokens = list(text[:count])
+
+    def job() -> object:
+        seat.cache.truncate(0)
+        return verifier.prefill(tokens)
+
+    return job
+
+
+def _lookup(lookup: PromptLookup, tokens: Sequence[int]) -> Callable[[], object]:
+    return lambda: lookup.propose(tokens, max_nodes=MAX_NODES - 1, max_depth=MAX_NODES - 1)
+
+
+def _fill(verifier: Verifier, length: int) -> None:
+    """Let the cache hold `length` tokens, of whatever K and V lie there."""
+    cache = verifier.cache
+    cache.truncate(min(cache.length, length))
+    cache.keep(range(length - cache.length))
+
+
+def memory_of(parts: Parts) -> Mapping[str, int]:
+    """Bytes of every loaded model with its cache, by role."""
+    found = {}
+    for role in ("target", "intermediate", "target_head", "intermediate_head"):
+        seat = getattr(parts, role)
+        if seat is None:
+            continue
+        module = seat.head if isinstance(seat, HeadSeat) else seat.model
+        tensors = {t.data_ptr(): t.nbytes for t in (*module.parameters(), *module.buffers())}
+        cache = seat.cache
+        found[role] = sum(tensors.values()) + cache.k.nbytes + cache.v.nbytes
+        if cache.features is not None:
+            found[role] += cache.features.nbytes
+    return found

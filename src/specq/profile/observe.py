@@ -1,0 +1,213 @@
+"""Acceptance and speed of the real pipelines on calibration prompts, for a bounded time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from specq.profile.acceptance import Acceptance, Rates, TreeRound, count_rates, tree_rates
+from specq.profile.cost import Tree
+from specq.profile.predict import Candidate, Measured
+from specq.recipe import Recipe
+from specq.spec.decision import with_settings
+from specq.spec.pipelines import PIPELINES, Parts
+from specq.spec.sampling import Sampler
+from specq.spec.speculator import Round, Speculator, StopRule, generate
+from specq.spec.tree import DraftTree
+
+T_FACTORS = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Student's t for 95 %, by degrees of freedom from 1."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Models, sampler and stop ids that calibration runs with."""
+
+    parts: Parts
+    recipe: Recipe
+    sampler: Sampler
+    stop_ids: frozenset[int]
+    context: int
+    max_new_tokens: int
+
+    def speculator(self, candidate: Candidate) -> Speculator:
+        """The pipeline of a candidate, as decoding builds it."""
+        recipe = with_settings(self.recipe, candidate.settings)
+        return PIPELINES[candidate.pipeline].build(self.parts, self.sampler, recipe)
+
+
+@dataclass
+class Run:
+    """One answer: its decode rounds, and tokens and seconds after the first token."""
+
+    rounds: list[Round]
+    tokens: int
+    seconds: float
+
+    @property
+    def loop_ms(self) -> float:
+        """What all rounds spent outside drafting and verifying."""
+        return max(0.0, self.seconds * 1e3 - sum(r.draft_ms + r.verify_ms for r in self.rounds))
+
+
+def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int]) -> Run:
+    """The answer of a pipeline to a prompt, from empty caches."""
+    setting.parts.rollback(0)
+    context = list(prompt)
+    # No cap in the rule: it would cut the last drafts short, which says nothing of what a drafter can do.
+    rule = StopRule(start=len(context), stop_ids=setting.stop_ids, context_limit=setting.context)
+    first = last = perf_counter()
+    with closing(generate(speculator, context, rule)) as tokens:  # type: ignore[type-var]
+        for count, _ in enumerate(tokens, 1):
+            last = perf_counter()
+            first = last if count == 1 else first
+            if count >= setting.max_new_tokens and count == sum(r.decided for r in speculator.rounds):
+                break
+    rounds = [r for r in speculator.rounds if not r.is_prefill]
+    return Run(rounds, len(context) - len(prompt) - 1, last - first)
+
+
+@dataclass
+class Observation:
+    """What was seen of the pipelines so far; usable at any time, so that an interrupted run keeps what it has."""
+
+    plain: list[Run] = field(default_factory=list)
+    lookup: list[Run] = field(default_factory=list)
+    sequence: list[Run] = field(default_factory=list)
+    eagle2: dict[int, list[TreeRound]] = field(default_factory=dict)
+    inner: dict[int, list[TreeRound]] = field(default_factory=dict)
+    contexts: list[int] = field(default_factory=list)
+    prompts: set[int] = field(default_factory=set)
+
+    @property
+    def loop_ms(self) -> float:
+        """Milliseconds of a plain decode round outside drafting and verifying."""
+        per_round = [run.loop_ms / len(run.rounds) for run in self.plain if run.rounds]
+        return statistics.median(per_round) if per_round else 0.0
+
+    def acceptance(self, trees: Sequence[Tree], by_hand: Mapping[str, Rates], recipe_tree: Tree) -> Acceptance:
+        """The rates of what was seen; what is given by hand comes before it (a tree's for the recipe's shape)."""
+        drafting = [r for run in self.lookup for r in run.rounds if r.drafted]
+        rounds = sum(len(run.rounds) for run in self.lookup)
+        lookup, share = _chain_rates(drafting), len(drafting) / rounds if rounds else 0.0
+        if "lookup" in by_hand:
+            lookup, share = by_hand["lookup"], 1.0
+        return Acceptance(
+            sequence=by_hand.get("sequence") or _chain_rates([r for run in self.sequence for r in run.rounds]),
+            lookup=lookup,
+            lookup_share=share,
+            eagle2=_trees(by_hand.get("eagle2"), recipe_tree, self.eagle2, trees),
+            inner=_trees(by_hand.get("inner"), recipe_tree, self.inner, trees),
+        )
+
+
+def observe(
+    setting: Setting,
+    prompts: Sequence[Sequence[int]],
+    tasks: Sequence[tuple[Candidate, str]],
+    found: Observation,
+    *,
+    seconds: float,
+    on_run: Callable[[str], None] = lambda what: None,
+) -> None:
+    """Fill `found`: every task on every prompt in turn until the time is over, each at least once.
+
+    A task is a candidate to run and what its rounds tell: `plain`, `lookup`, `sequence`, `eagle2` or `inner`.
+    """
+    began = perf_counter()
+    for number, prompt in enumerate(prompts):
+        for candidate, kind in tasks:
+            if number > 0 and perf_counter() - began > seconds:
+                return
+            on_run(f"acceptance: {candidate.pipeline} on prompt {number + 1} of {len(prompts)}")
+            _run_task(setting, candidate, kind, prompt, found)
+            found.contexts.append(len(prompt) + setting.max_new_tokens // 2)
+            found.prompts.add(number)
+
+
+def _run_task(setting: Setting, candidate: Candidate, kind: str, prompt: Sequence[int], found: Observation) -> None:
+    speculator = setting.speculator(candidate)
+    if kind in ("eagle2", "inner"):
+        trees = found.eagle2 if kind == "eagle2" else found.inner
+        watched = speculator if kind == "eagle2" else list(speculator.levels())[1]
+        rounds = trees.setdefault(dict(candidate.settings)["drafter.top_k"], [])
+        watched.observer = lambda tree, decided: rounds.append(_tree_round(tree, decided))
+    run = run_prompt(setting, speculator, prompt)
+    if kind in ("plain", "lookup", "sequence"):
+        getattr(found, kind).append(run)
+
+
+def _tree_round(tree: DraftTree, decided: Sequence[int]) -> TreeRound:
+    """Levels of a tree's nodes, and the nodes that the decided tokens (the last is the verifier's own) follow."""
+    levels: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
+        levels.append(1 if parent < 0 else levels[parent] + 1)
+        children.setdefault((parent, token), node)
+    path: list[int] = []
+    for token in decided[:-1]:
+        path.append(children[path[-1] if path else -1, token])
+    return TreeRound(tuple(levels), tuple(path))
+
+
+def _chain_rates(rounds: Sequence[Round]) -> Rates | None:
+    return count_rates([r.decided - 1 for r in rounds], [r.drafted for r in rounds]) if rounds else None
+
+
+def _trees(
+    by_hand: Rates | None, recipe_tree: Tree, seen: Mapping[int, list[TreeRound]], trees: Sequence[Tree]
+) -> dict[Tree, Rates]:
+    if by_hand is not None:
+        return {recipe_tree: by_hand}
+    found: dict[Tree, Rates] = {}
+    for top_k, rounds in seen.items():
+        if rounds:
+            found |= tree_rates(rounds, [tree for tree in trees if tree.top_k == top_k])
+    return found
+
+
+def remeasure(
+    setting: Setting,
+    prompts: Sequence[Sequence[int]],
+    candidates: Sequence[Candidate],
+    *,
+    seconds: float,
+    on_run: Callable[[str], None] = lambda what: None,
+) -> list[Measured]:
+    """The candidates (plain first) run one after the other on the same prompts, the order turned round each time."""
+    began = perf_counter()
+    runs: dict[Candidate, list[Run]] = {candidate: [] for candidate in candidates}
+    for number, prompt in enumerate(prompts):
+        if number > 1 and perf_counter() - began > seconds:
+            break
+        for candidate in candidates if number % 2 == 0 else reversed(candidates):
+            on_run(f"measuring {candidate.pipeline} again on prompt {number + 1} of {len(prompts)}")
+            runs[candidate].append(run_prompt(setting, setting.speculator(candidate), prompt))
+    return [_measured(candidate, runs[candidate], runs[candidates[0]]) for candidate in candidates]
+
+
+def _measured(candidate: Candidate, runs: Sequence[Run], plain: Sequence[Run]) -> Measured:
+    logs = [
+        math.log((run.tokens / run.seconds) / (base.tokens / base.seconds))
+        for run, base in zip(runs, plain, strict=True)
+        if run.seconds > 0 and base.seconds > 0 and run.tokens > 0 and base.tokens > 0
+    ]
+    gain = math.exp(statistics.fmean(logs)) if logs else 1.0
+    error = math.inf
+    if len(logs) > 1:
+        factor = T_FACTORS[min(len(logs) - 1, len(T_FACTORS)) - 1]
+        error = factor * statistics.stdev(logs) / math.sqrt(len(logs))
+    tokens, rounds = sum(run.tokens for run in runs), sum(len(run.rounds) for run in runs)
+    seconds = sum(run.seconds for run in runs)
+    return Measured(
+        candidate,
+        tokens / seconds if seconds else 0.0,
+        tokens / rounds if rounds else 1.0,
+        gain,
+        gain * error,
+        len(logs),
+    )

@@ -1,0 +1,274 @@
+"""Predicted rounds of every pipeline, from measured times and acceptance; pure, one predictor a pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specq.profile.acceptance import Acceptance, Rates
+from specq.profile.cost import SEQUENCE, TREE, Cost, CostModel, StepCurve, Tree
+
+LONGEST_SEQUENCE = 16
+LOOKUP_LENGTHS = (2, 3, 4, 5, 7, 9, 12, 15)
+MIN_DRAFTS = (2, 3, 4, 5, 6, 8, 10, 12)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pipeline and the recipe keys that give its sizes."""
+
+    pipeline: str
+    settings: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The sizes as a person reads them."""
+        return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in self.settings)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A predicted decode round: tokens with half their 95 % interval, its parts in milliseconds.
+
+    `drafting_cost` is the whole round's cost when it drafted; for lookup only some rounds do.
+    """
+
+    tokens: float
+    tokens_error: float
+    draft: Cost
+    verify: Cost
+    loop: Cost
+    drafting_cost: Cost
+
+    @property
+    def cost(self) -> Cost:
+        return self.draft + self.verify + self.loop
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a candidate is expected to do. `gain` is against plain decoding, `uncertainty` its 95 % half width."""
+
+    candidate: Candidate
+    tokens_per_s: float
+    gain: float
+    uncertainty: float
+    accept_len: float
+    draft_ms: float
+    verify_ms: float
+    round_ms: float
+    memory_bytes: int | None = None
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it beats plain decoding by more than the measurement's own uncertainty."""
+        return self.gain > 1 + self.uncertainty
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "pipeline": self.candidate.pipeline,
+            "settings": dict(self.candidate.settings),
+            "predicted_tps": self.tokens_per_s,
+            "gain": self.gain,
+            "uncertainty": self.uncertainty,
+            "accept_len": self.accept_len,
+            "draft_ms": self.draft_ms,
+            "verify_ms": self.verify_ms,
+            "round_ms": self.round_ms,
+            "memory_bytes": self.memory_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A candidate as it ran: tokens a second over all prompts, and its gain over plain on the same prompts."""
+
+    candidate: Candidate
+    tokens_per_s: float
+    accept_len: float
+    gain: float
+    uncertainty: float
+    prompts: int
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it is slower than plain decoding by more than the runs' own uncertainty."""
+        return self.gain < 1 - self.uncertainty
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "pipeline": self.candidate.pipeline,
+            "settings": dict(self.candidate.settings),
+            "measured_tps": self.tokens_per_s,
+            "accept_len": self.accept_len,
+            "gain": self.gain,
+            "uncertainty": self.uncertainty,
+            "prompts": self.prompts,
+        }
+
+
+Predicted = Iterator[tuple[Candidate, Round]]
+
+
+def predict(costs: CostModel, candidate: Candidate, round_: Round, *, context: float) -> Prediction:
+    """The prediction of a candidate whose round is known."""
+    plain, cost = costs.plain_round(context), round_.cost
+    gain = round_.tokens * plain.ms / cost.ms
+    parts = (plain.error_ms / plain.ms, cost.error_ms / cost.ms, round_.tokens_error / round_.tokens, costs.drift)
+    is_plain = candidate.pipeline == "plain"
+    return Prediction(
+        candidate=candidate,
+        tokens_per_s=1e3 * round_.tokens / cost.ms,
+        gain=1.0 if is_plain else gain,
+        uncertainty=0.0 if is_plain else gain * math.hypot(*parts),
+        accept_len=round_.tokens,
+        draft_ms=round_.draft.ms,
+        verify_ms=round_.verify.ms,
+        round_ms=cost.ms,
+    )
+
+
+def plain_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
+    yield Candidate("plain"), _round(costs, 1.0, 0.0, Cost(0.0), costs.steps["target"].step(1, context))
+
+
+def lookup_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
+    """In the share of rounds that find something `length` tokens are drafted; the others are plain."""
+    rates, share, target = acceptance.lookup, acceptance.lookup_share, costs.steps["target"]
+    if rates is None:
+        return
+    for length in LOOKUP_LENGTHS:
+        if length > len(rates.rates) or length + 1 > target.most(SEQUENCE):
+            continue
+        whole = target.step(length + 1, context)
+        verify = whole.times(share) + target.step(1, context).times(1 - share)
+        draft = costs.lookup_draft(context)
+        yield (
+            Candidate("lookup", (("pipeline.draft_length", length),)),
+            _round(
+                costs,
+                1 + share * rates.accepted(length),
+                share * rates.error(length),
+                draft,
+                verify,
+                drafting=draft + whole,
+            ),
+        )
+
+
+def sequence_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
+    rates, inner = acceptance.sequence, costs.steps.get("intermediate")
+    if rates is None or inner is None:
+        return
+    for length in range(1, min(LONGEST_SEQUENCE, len(rates.rates), costs.steps["target"].most(SEQUENCE) - 1) + 1):
+        # Where the whole draft was accepted its last token is one the intermediate never ran: two rows at first.
+        whole = rates.chances(length)[-1]
+        first = inner.step(1, context).times(1 - whole) + inner.step(2, context).times(whole)
+        draft = first + inner.step(1, context).times(length - 1)
+        verify = costs.steps["target"].step(length + 1, context)
+        yield (
+            Candidate("sequence", (("pipeline.draft_length", length),)),
+            _round(costs, 1 + rates.accepted(length), rates.error(length), draft, verify),
+        )
+
+
+def eagle2_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
+    target = costs.steps["target"]
+    for tree, rates in _measured(costs, "target_head", acceptance.eagle2):
+        if tree.nodes > target.most(TREE):
+            continue
+        draft = costs.draft("target_head", tree, context)
+        verify = target.step(tree.nodes, context, form=TREE)
+        yield (
+            Candidate("eagle2", _tree_settings(tree)),
+            _round(costs, 1 + rates.accepted(tree.depth), rates.error(tree.depth), draft, verify),
+        )
+
+
+def hierarchical_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
+    """The intermediate turns trees into at least `min_draft` tokens; the target verifies them as one sequence."""
+    outer, inner, target = acceptance.sequence, costs.steps.get("intermediate"), costs.steps["target"]
+    if outer is None or inner is None:
+        return
+    for tree, rates in _measured(costs, "intermediate_head", acceptance.inner):
+        if tree.nodes + 1 > inner.most(TREE):
+            continue
+        step = inner.step(tree.nodes, context, form=TREE)
+        # With two pending tokens the tree of the first round has one row more, which may cost the next bucket.
+        late = inner.step(tree.nodes + 1, context, form=TREE)
+        for min_draft in MIN_DRAFTS:
+            rounds, lengths = draft_lengths(rates.chances(tree.depth), min_draft)
+            longest = max(lengths)
+            if longest > len(outer.rates) or longest + 1 > target.most(SEQUENCE):
+                continue
+            whole = sum(chance * outer.chances(length)[-1] for length, chance in lengths.items())
+            draft = (
+                costs.draft("intermediate_head", tree, context).times(rounds)
+                + step.times(rounds - whole)
+                + late.times(whole)
+            )
+            verify = _mean(target, lengths, context)
+            tokens = 1 + sum(chance * outer.accepted(length) for length, chance in lengths.items())
+            error = math.hypot(outer.error(longest), _length_error(rates, tree.depth, outer, min_draft))
+            settings = (*_tree_settings(tree), ("pipeline.min_draft", min_draft))
+            yield Candidate("hierarchical", settings), _round(costs, tokens, error, draft, verify)
+
+
+PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
+    "plain": plain_rounds,
+    "lookup": lookup_rounds,
+    "sequence": sequence_rounds,
+    "eagle2": eagle2_rounds,
+    "hierarchical": hierarchical_rounds,
+}
+
+
+def draft_lengths(chances: Sequence[float], at_least: int) -> tuple[float, dict[int, float]]:
+    """(inner rounds on average, chance of every final length) of a draft grown until it has `at_least` tokens.
+
+    `chances` are those of 0, 1 ... accepted nodes a round; each round adds one token more than it accepts.
+    """
+    here, rounds = {0: 1.0}, 0.0
+    done: dict[int, float] = {}
+    while here:
+        grown: dict[int, float] = {}
+        for length, weight in here.items():
+            rounds += weight
+            for accepted, chance in enumerate(chances):
+                if chance > 0:
+                    after = length + accepted + 1
+                    place = done if after >= at_least else grown
+                    place[after] = place.get(after, 0.0) + weight * chance
+        here = grown
+    return rounds, done
+
+
+def _round(
+    costs: CostModel, tokens: float, error: float, draft: Cost, verify: Cost, *, drafting: Cost | None = None
+) -> Round:
+    loop = Cost(costs.loop_ms)
+    return Round(tokens, error, draft, verify, loop, (drafting or draft + verify) + loop)
+
+
+def _tree_settings(tree: Tree) -> tuple[tuple[str, int], ...]:
+    return tuple((f"drafter.{key}", value) for key, value in tree._asdict().items())
+
+
+def _measured(costs: CostModel, role: str, rates: Mapping[Tree, Rates]) -> Iterator[tuple[Tree, Rates]]:
+    """The trees whose drafting was timed too."""
+    timed = costs.drafting.get(role, {})
+    return ((tree, rate) for tree, rate in sorted(rates.items()) if (tree.depth, tree.top_k) in timed)
+
+
+def _mean(target: StepCurve, lengths: dict[int, float], context: float) -> Cost:
+    """The verification of a sequence of varying length, on average; its errors are taken as one."""
+    steps = [(target.step(length + 1, context), chance) for length, chance in lengths.items()]
+    return Cost(sum(s.ms * chance for s, chance in steps), sum(s.error_ms * chance for s, chance in steps))
+
+
+def _length_error(rates: Rates, depth: int, outer: Rates, min_draft: int) -> float:
+    """What the inner acceptance's error means for the target's tokens: a longer draft earns its next position."""
+    next_rate = outer.chances(min_draft)[-1]
+    return rates.error(depth) * next_rate

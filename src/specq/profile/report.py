@@ -1,0 +1,184 @@
+"""A profile as tables for a person: cost curves, ranking, prediction against measurement; and the recipe to save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve
+from specq.profile.plan import Plan
+from specq.profile.predict import Prediction
+from specq.profile.run import Profile
+from specq.recipe import Recipe
+from specq.spec.decision import with_settings
+
+Rows = list[tuple[str, ...]]
+Section = tuple[str, Rows]
+MOST_RANKED = 12
+"""Candidates shown of all that were ranked; each pipeline's best is always among them."""
+
+
+def sections(profile: Profile) -> list[Section]:
+    """(title, rows) of every table there is something for, in order."""
+    found: list[Section] = []
+    if profile.costs is not None:
+        found += [curve_section(role, curve) for role, curve in profile.costs.steps.items()]
+        if drafting := _drafting_rows(profile.costs):
+            found.append(("drafting of a round", drafting))
+    if profile.splits:
+        found.append(("where a step's time goes", _split_rows(profile.splits)))
+    if rates := _acceptance_rows(profile):
+        found.append((f"acceptance on {profile.num_prompts} prompts, by position or depth", rates))
+    if profile.plan is not None:
+        found.append((f"predicted at {profile.plan.context} tokens of context", ranking_rows(profile.plan)))
+        if profile.plan.refused:
+            found.append(("not considered", [(r.pipeline, r.reason) for r in profile.plan.refused]))
+    if profile.measured:
+        found.append(("measured again", measured_rows(profile)))
+    return found
+
+
+def curve_section(role: str, curve: StepCurve) -> Section:
+    """The cost curve of one model: milliseconds and T(n)/T(1), as sequence and as tree, at every context."""
+    contexts = curve.contexts()
+    rows: Rows = [("nodes", *(f"{form} @{at}" for at in contexts for form in (SEQUENCE, TREE)))]
+    counts = sorted({n for steps in curve.forms.values() for by_nodes in steps.values() for n in by_nodes})
+    for nodes in counts:
+        cells = []
+        for at in contexts:
+            for form in (SEQUENCE, TREE):
+                timing = curve.forms.get(form, {}).get(at, {}).get(nodes)
+                one = curve.step(1, at).ms
+                cells.append(f"{timing.median_ms:.2f} ms {timing.median_ms / one:.2f}x" if timing else "-")
+        rows.append((str(nodes), *cells))
+    prefill = curve.prefill_ms_per_token
+    title = f"a step of the {role.replace('_', ', ')}"
+    return (f"{title}; prefill {prefill:.3f} ms a token" if prefill is not None else title), rows
+
+
+def ranking_rows(plan: Plan) -> Rows:
+    """Candidates, fastest first: what they are predicted to do and by how much they lose to the first."""
+    best = plan.best_of_each()
+    shown = [p for p in plan.ranking if p in best or p in plan.ranking[:MOST_RANKED]]
+    rows: Rows = [("pipeline", "tokens/s", "against plain", "behind", "accept length", "round", "memory", "sizes")]
+    fastest = plan.ranking[0].tokens_per_s
+    return rows + [_ranking_row(p, fastest) for p in shown]
+
+
+def _ranking_row(p: Prediction, fastest: float) -> tuple[str, ...]:
+    return (
+        p.candidate.pipeline,
+        f"{p.tokens_per_s:.1f}",
+        f"{p.gain:.2f} ± {p.uncertainty:.2f}",
+        f"{100 * (1 - p.tokens_per_s / fastest):.0f} %",
+        f"{p.accept_len:.2f}",
+        f"{p.draft_ms:.2f} + {p.verify_ms:.2f} ms",
+        f"{p.memory_bytes / 1e9:.2f} GB" if p.memory_bytes is not None else "-",
+        p.candidate.label,
+    )
+
+
+def measured_rows(profile: Profile) -> Rows:
+    """Every candidate that ran again, with its prediction and how far that was off."""
+    assert profile.plan is not None
+    predicted = {p.candidate: p for p in profile.plan.ranking}
+    rows: Rows = [("pipeline", "tokens/s", "predicted", "off by", "against plain", "accept length", "sizes")]
+    for each in profile.measured:
+        guess = predicted[each.candidate]
+        off = guess.tokens_per_s / each.tokens_per_s - 1 if each.tokens_per_s else 0.0
+        rows.append(
+            (
+                each.candidate.pipeline,
+                f"{each.tokens_per_s:.1f}",
+                f"{guess.tokens_per_s:.1f}",
+                f"{100 * off:+.0f} %",
+                "1" if each.candidate.pipeline == "plain" else f"{each.gain:.2f} ± {each.uncertainty:.2f}",
+                f"{each.accept_len:.2f}",
+                each.candidate.label,
+            )
+        )
+    return rows
+
+
+def closing_lines(profile: Profile) -> list[str]:
+    """The sentence that explains the winner, where the plan would differ, and what makes the numbers doubtful."""
+    lines = [profile.reason] if profile.reason else ["the profile is not complete"]
+    if profile.plan is not None:
+        chosen = profile.plan.winner.candidate.pipeline
+        lines += [
+            f"at {other.context} tokens of context {other.winner.candidate.pipeline} would be chosen"
+            for other in profile.other_plans
+            if other.winner.candidate.pipeline != chosen
+        ]
+    return lines + [f"note: {note}" for note in profile.notes]
+
+
+def chosen_recipe(profile: Profile) -> Recipe:
+    """The recipe that runs what was chosen. Only of a complete profile."""
+    assert profile.decision is not None
+    name = ("pipeline.name", profile.decision.pipeline)
+    return with_settings(profile.recipe, [name, *profile.decision.settings])
+
+
+def recipe_text(profile: Profile, name: str) -> str:
+    """The chosen recipe as YAML; its first line is the command that runs it."""
+    import yaml
+
+    assert profile.decision is not None
+    data: dict[str, Any] = chosen_recipe(profile).model_dump(exclude_unset=True)
+    device = profile.environment["device"]
+    gain = f"{profile.decision.gain:.2f} times plain"
+    head = f"# specq chat {name}\n# Chosen by specq profile, {profile.measured_at}: {gain} on {device}.\n"
+    return head + yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def _drafting_rows(costs: CostModel) -> Rows:
+    rows: Rows = []
+    for role, shapes in costs.drafting.items():
+        for (depth, top_k), by_context in sorted(shapes.items()):
+            times = ", ".join(f"{t.median_ms:.2f} ms @{at}" for at, t in sorted(by_context.items()))
+            rows.append((role.replace("_", " "), f"depth {depth}, top-k {top_k}", times))
+    if costs.lookup:
+        times = ", ".join(f"{t.median_ms:.3f} ms @{at}" for at, t in sorted(costs.lookup.items()))
+        rows.append(("lookup", "", times))
+    return rows
+
+
+def _split_rows(splits: dict[str, list[dict[str, Any]]]) -> Rows:
+    rows: Rows = [("model", "nodes", "products", "attention", "rest")]
+    for role, shares in splits.items():
+        for each in shares:
+            cells = (f"{100 * each[kind]:.0f} %" for kind in ("products", "attention", "rest"))
+            rows.append((role, str(each["nodes"]), *cells))
+    return rows
+
+
+def _acceptance_rows(profile: Profile) -> Rows:
+    found = profile.acceptance
+    if found is None:
+        return []
+    rows: Rows = []
+    for name, rates in (("sequence", found.sequence), ("lookup", found.lookup)):
+        if rates is not None:
+            share = f" (drafts in {100 * found.lookup_share:.0f} % of rounds)" if name == "lookup" else ""
+            rows.append((name, _rates_text(rates.rates), _basis(rates.rounds) + share))
+    for name, trees in (("eagle2", found.eagle2), ("inner", found.inner)):
+        for tree in _widest(list(trees)):
+            label = f"{name}, {tree.nodes} nodes, top-k {tree.top_k}"
+            rows.append((label, _rates_text(trees[tree].rates), _basis(trees[tree].rounds)))
+    return rows
+
+
+def _widest(trees: list[Any]) -> list[Any]:
+    """Of every top-k the tree with the most levels, then nodes."""
+    best: dict[int, Any] = {}
+    for tree in sorted(trees, key=lambda t: (t.depth, t.nodes)):
+        best[tree.top_k] = tree
+    return list(best.values())
+
+
+def _rates_text(rates: tuple[float, ...]) -> str:
+    return " ".join(f"{rate:.2f}" for rate in rates)
+
+
+def _basis(rounds: int | None) -> str:
+    return "given by hand" if rounds is None else f"{rounds} rounds"

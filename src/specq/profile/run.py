@@ -1,0 +1,368 @@
+"""A whole profile: load, time, observe, plan, measure again; what is there when it is interrupted is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specq.errors import NotEnoughMemoryError, UsageError
+from specq.models.memory import free_bytes
+from specq.profile.acceptance import Acceptance, Rates
+from specq.profile.cost import CostModel, Tree
+from specq.profile.dense import load_dense
+from specq.profile.measure import AnyKey, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models
+from specq.profile.observe import Observation, Setting, observe, remeasure
+from specq.profile.plan import Plan, Verdict, explain, levels, plan, settle
+from specq.profile.predict import LONGEST_SEQUENCE, LOOKUP_LENGTHS, Candidate, Measured
+from specq.profile.split import split_steps
+from specq.profile.timing import Samples, device_state, stability_notes
+from specq.recipe import Recipe, Sampling
+from specq.spec.decision import FORMAT, Decision, ProfileKey, with_settings
+from specq.spec.drafters import PromptLookup
+from specq.spec.load import load_pipeline
+from specq.spec.pipelines import Parts, Seat
+from specq.spec.session import Pipeline
+
+UNQUANTIZED = "target_unquantized"
+ROUNDS = {"cpu": 5, "cuda": 30}
+SECONDS = {"cpu": 60.0, "cuda": 90.0}
+ANSWER = {"cpu": 32, "cuda": 128}
+"""Defaults by kind of device: repetitions of every step, seconds in all, tokens of a calibration answer."""
+
+SEED = 0
+BEST = 2
+"""Pipelines that are measured again beside plain decoding."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to profile, where, and for how long. `by_hand` are acceptance rates that are not measured then."""
+
+    recipe: Recipe
+    prompts: Sequence[str]
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    offline: bool | None = None
+    seconds: float | None = None
+    by_hand: Mapping[str, Rates] = field(default_factory=dict)
+    compare_fp16: bool = False
+
+
+@dataclass
+class Profile:
+    """Everything that was measured and what follows from it; parts are None until they are there."""
+
+    key: ProfileKey
+    recipe: Recipe
+    environment: dict[str, Any]
+    device: str
+    seconds: float
+    measured_at: str
+    memory: Mapping[str, int]
+    states: list[dict[str, Any]] = field(default_factory=list)
+    costs: CostModel | None = None
+    acceptance: Acceptance | None = None
+    num_prompts: int = 0
+    plan: Plan | None = None
+    other_plans: list[Plan] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    verdict: Verdict | None = None
+    decision: Decision | None = None
+    splits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    by_hand: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.decision is not None
+
+    @property
+    def reason(self) -> str | None:
+        """The sentence that explains what runs."""
+        if self.plan is None or self.verdict is None:
+            return None
+        if self.verdict.winner == self.plan.winner.candidate or not self.measured:
+            return explain(self.plan)
+        ran = ", ".join(
+            f"{m.candidate.pipeline} {m.gain:.2f} ± {m.uncertainty:.2f} times plain"
+            for m in self.measured
+            if m.candidate.pipeline != "plain"
+        )
+        return f"{self.verdict.winner.pipeline} runs, though the prediction chose otherwise: measured again, {ran}"
+
+    def record(self) -> dict[str, Any]:
+        """The profile as JSON takes it, and as it is stored."""
+        return {
+            "format": FORMAT,
+            "is_complete": self.is_complete,
+            "key": self.key.record(),
+            "recipe": self.recipe.model_dump(exclude_unset=True),
+            "environment": self.environment,
+            "measured_at": self.measured_at,
+            "seconds": self.seconds,
+            "memory_bytes": dict(self.memory),
+            "device_states": self.states,
+            "costs": self.costs.record() if self.costs else None,
+            "splits": self.splits,
+            "acceptance": self.acceptance.record() if self.acceptance else None,
+            "acceptance_by_hand": list(self.by_hand),
+            "prompts": self.num_prompts,
+            "plan": self.plan.record() if self.plan else None,
+            "plans_at_other_contexts": [
+                {"context": other.context, "winner": other.winner.record()} for other in self.other_plans
+            ],
+            "measured": [m.record() for m in self.measured],
+            "reason": self.reason,
+            "decision": self.decision.record() if self.decision else None,
+            "notes": self.notes,
+        }
+
+
+def profile(
+    request: Request,
+    *,
+    on_progress: Callable[[str], None] = lambda what: None,
+    on_start: Callable[[Profile], None] = lambda profile: None,
+) -> Profile:
+    """The profile of a recipe on this device. `on_start` gets it while it is still empty, to keep what an interrupt
+    leaves.
+
+    Raises a SpecqError of the fitting kind before weights are read when models do not fit each other or the device.
+    """
+    pipeline = _load(request, on_progress)
+    return _Run(request, pipeline, on_progress, on_start).run()
+
+
+def _load(request: Request, on_progress: Callable[[str], None]) -> Pipeline:
+    """The models, with room for the largest tree that is tried; `auto` would only look for the profile made here."""
+    recipe, wanted = request.recipe, request.recipe.pipeline.name
+    return load_pipeline(
+        with_settings(recipe, [("drafter.depth", max(8, recipe.drafter.depth))]),
+        pipeline="hierarchical" if wanted == "hierarchical" else "plain",
+        device=request.device,
+        dtype=request.dtype,
+        threads=request.threads,
+        offline=request.offline,
+        on_progress=on_progress,
+    )
+
+
+class _Run:
+    """One profile in the making."""
+
+    def __init__(
+        self,
+        request: Request,
+        pipeline: Pipeline,
+        say: Callable[[str], None],
+        on_start: Callable[[Profile], None],
+    ) -> None:
+        self.request, self.pipeline, self.parts, self.say = request, pipeline, pipeline.parts, say
+        self.device = pipeline.target.device
+        kind = self.device.type
+        self.seconds = SECONDS[kind] if request.seconds is None else request.seconds
+        self.samples: Samples[AnyKey] = Samples()
+        self.seen = Observation()
+        recipe = request.recipe
+        self.recipe_tree = Tree(recipe.drafter.nodes, recipe.drafter.depth, recipe.drafter.top_k)
+        self.grid = Grid.of(self.device, context=pipeline.context, tree=self.recipe_tree)
+        self.setting = Setting(
+            parts=self.parts,
+            recipe=recipe,
+            sampler=pipeline.sampler(Sampling(seed=SEED)),
+            stop_ids=pipeline.tokenizer.eos_ids,
+            context=pipeline.context,
+            max_new_tokens=ANSWER[kind],
+        )
+        self.prompts = self._fitting_prompts()
+        self.profile = Profile(
+            key=ProfileKey.here(pipeline.folders, device=str(self.device), dtype=request.dtype),
+            recipe=recipe,
+            environment=pipeline.environment(),
+            device=str(self.device),
+            seconds=self.seconds,
+            measured_at=datetime.now(timezone.utc).isoformat(" ", "minutes"),
+            memory=memory_of(self.parts),
+            by_hand=tuple(request.by_hand),
+        )
+        on_start(self.profile)
+
+    def run(self) -> Profile:
+        profile = self.profile
+        profile.states.append(device_state(self.device))
+        try:
+            self._time()
+            self._observe()
+        finally:
+            self._summarize()
+        profile.states.append(device_state(self.device))
+        if self.request.compare_fp16:
+            self._compare_fp16()
+        self._split()
+        self._choose()
+        profile.states.append(device_state(self.device))
+        profile.notes += stability_notes(profile.states, drift=self.samples.drift(), spread=self.samples.spread())
+        return profile
+
+    def _time(self) -> None:
+        text = [token for prompt in self.prompts for token in prompt]
+        section = self.request.recipe.pipeline
+        rounds = ROUNDS[self.device.type]
+        self.say("timing: first calls")
+        time_models(
+            self.parts,
+            self.setting.sampler,
+            text,
+            self.grid,
+            self.samples,
+            lookup=PromptLookup(draft_length=16, max_ngram=section.max_ngram, min_ngram=section.min_ngram),
+            seconds=0.4 * self.seconds,
+            rounds=rounds,
+            on_round=lambda done: self.say(f"timing: {done} of {rounds} rounds over all steps"),
+        )
+
+    def _observe(self) -> None:
+        tasks = [
+            task
+            for task in self._tasks()
+            if task[1] not in self.request.by_hand and self.pipeline.available[task[0].pipeline] is None
+        ]
+        observe(self.setting, self.prompts, tasks, self.seen, seconds=0.35 * self.seconds, on_run=self.say)
+
+    def _tasks(self) -> list[tuple[Candidate, str]]:
+        """What runs to measure acceptance: the longest drafts, whose beginnings tell of the shorter ones."""
+        nodes, depth = max(self.grid.trees), max(self.grid.depths)
+        length = min(LONGEST_SEQUENCE, max(self.grid.sequences) - 1, 8 if self.device.type == "cpu" else 12)
+        tasks = [
+            (Candidate("plain"), "plain"),
+            (Candidate("lookup", (("pipeline.draft_length", max(LOOKUP_LENGTHS)),)), "lookup"),
+            (Candidate("sequence", (("pipeline.draft_length", length),)), "sequence"),
+        ]
+        for top_k in self.grid.top_ks:
+            tree = (("drafter.nodes", nodes), ("drafter.depth", depth), ("drafter.top_k", top_k))
+            tasks += [
+                (Candidate("eagle2", tree), "eagle2"),
+                (Candidate("hierarchical", (*tree, ("pipeline.min_draft", 6))), "inner"),
+            ]
+        return tasks
+
+    def _summarize(self) -> None:
+        """Put what was measured so far into the profile."""
+        if any(isinstance(key, StepKey) for key in self.samples):
+            self.profile.costs = cost_model(self.samples, loop_ms=self.seen.loop_ms)
+        self.profile.acceptance = self.seen.acceptance(drafted_trees(self.grid), self.request.by_hand, self.recipe_tree)
+        self.profile.num_prompts = len(self.seen.prompts)
+
+    def _plan(self, context: int) -> Plan:
+        assert self.profile.costs is not None
+        assert self.profile.acceptance is not None
+        free = free_bytes(str(self.device))
+        return plan(
+            self.profile.costs,
+            self.profile.acceptance,
+            context=context,
+            missing=self.pipeline.available,
+            memory=self.profile.memory,
+            available_bytes=None if free is None else free + sum(self.profile.memory.values()),
+        )
+
+    def _choose(self) -> None:
+        profile, costs, acceptance = self.profile, self.profile.costs, self.profile.acceptance
+        assert costs is not None
+        assert acceptance is not None
+        contexts = self.seen.contexts or [self.grid.contexts[0]]
+        chosen = profile.plan = self._plan(sum(contexts) // len(contexts))
+        profile.other_plans = [self._plan(context) for context in self.grid.contexts]
+        rivals = [p.candidate for p in chosen.best_of_each() if p.candidate.pipeline != "plain"][:BEST]
+        if not self.request.by_hand and rivals:
+            profile.measured = remeasure(
+                self.setting,
+                self.prompts,
+                [chosen.plain.candidate, *rivals],
+                seconds=0.25 * self.seconds,
+                on_run=self.say,
+            )
+            verdict = settle(chosen, profile.measured)
+        else:
+            verdict = Verdict(chosen.winner.candidate, chosen.winner.gain, chosen.winner.uncertainty)
+        profile.verdict = verdict
+        plain_tps = next((m.tokens_per_s for m in profile.measured), chosen.plain.tokens_per_s)
+        profile.decision = Decision(
+            pipeline=verdict.winner.pipeline,
+            settings=verdict.winner.settings,
+            levels=levels(costs, acceptance, verdict.winner),
+            plain_tps=plain_tps,
+            gain=verdict.gain,
+            threads=torch.get_num_threads() if self.device.type == "cpu" else None,
+            measured_at=profile.measured_at,
+        )
+
+    def _split(self) -> None:
+        text = [token for prompt in self.prompts for token in prompt]
+        context = min(self.grid.contexts[0], len(text) // 2)
+        for role in ("target", "intermediate"):
+            seat = getattr(self.parts, role)
+            if seat is not None:
+                self.say(f"splitting a step of the {role}")
+                self.profile.splits[role] = split_steps(seat, self.setting.sampler, text, context)
+
+    def _compare_fp16(self) -> None:
+        """Time the target without 4-bit matrices, as sequence and tree at the shortest context."""
+        context = self.grid.contexts[0]
+        dtype = str(self.pipeline.target.dtype).removeprefix("torch.")
+        self.say("loading the target unquantized")
+        try:
+            model = load_dense(self.pipeline.folders["target"], device=str(self.device), dtype=dtype, context=context)
+        except NotEnoughMemoryError as error:
+            self.profile.notes.append(f"the unquantized target is not compared: {error.message}")
+            return
+        samples: Samples[AnyKey] = Samples()
+        grid = self.grid.at(context)
+        seat = Seat(model, model.new_cache(context + 64))
+        text = [token for prompt in self.prompts for token in prompt]
+        time_models(
+            Parts(seat),
+            self.setting.sampler,
+            text,
+            grid,
+            samples,
+            lookup=PromptLookup(draft_length=1, max_ngram=1),
+            seconds=0.2 * self.seconds,
+            rounds=ROUNDS[self.device.type],
+            on_round=lambda done: self.say(f"timing the target unquantized: round {done}"),
+        )
+        assert self.profile.costs is not None
+        dense = cost_model(samples, loop_ms=0.0).steps["target"]
+        self.profile.costs = self.profile.costs.with_steps(UNQUANTIZED, dense)
+
+    def _fitting_prompts(self) -> list[list[int]]:
+        room = self.pipeline.context - self.setting.max_new_tokens
+        found = [ids for text in self.request.prompts if len(ids := self.pipeline.encode(text)) < room]
+        if not found:
+            raise UsageError(
+                f"no calibration prompt fits a context of {self.pipeline.context} tokens beside an answer of "
+                f"{self.setting.max_new_tokens}",
+                hint="give a larger --context, or shorter prompts with --prompts FILE",
+            )
+        return found
+
+
+def save(profile: Profile) -> Path:
+    """Write the profile where `auto` finds it; an incomplete one beside that, where `auto` does not look."""
+    import json
+
+    from specq.checkpoint import write_atomically
+
+    path = profile.key.path
+    if not profile.is_complete:
+        path = path.with_name(f"{path.stem}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as temporary:
+        temporary.write_text(json.dumps(profile.record(), indent=1, default=str) + "\n", encoding="utf-8")
+    return path

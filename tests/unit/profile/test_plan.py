@@ -1,0 +1,262 @@
+"""The plan that must come out of cost curves people reported, and what holds for every plan."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specq.profile.acceptance import Acceptance, Rates
+from specq.profile.cost import CostModel, StepCurve, Timing, Tree
+from specq.profile.plan import MODELS_OF, Plan, explain, levels, plan, settle
+from specq.profile.predict import PREDICTORS, Candidate, Measured, draft_lengths
+from specq.spec.pipelines import PIPELINES
+
+CONTEXT = 256
+EVERYTHING: dict[str, str | None] = dict.fromkeys(PREDICTORS)
+TREE = Tree(60, 5, 10)
+
+
+def steps(ratios: dict[int, float], *, one: float = 10.0, spread: float = 0.01, tree: dict[int, float] | None = None):
+    def timings(values: dict[int, float]) -> dict[int, dict[int, Timing]]:
+        found = {}
+        for nodes, ratio in values.items():
+            ms = ratio * one
+            found[nodes] = Timing(ms, ms * (1 - spread / 2), ms * (1 + spread / 2), 25)
+        return {CONTEXT: found}
+
+    return StepCurve({"sequence": timings(ratios), "tree": timings(tree if tree is not None else ratios)})
+
+
+def timing(ms: float) -> dict[int, Timing]:
+    return {CONTEXT: Timing(ms, ms, ms, 25)}
+
+
+FLAT = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.01, 10: 1.01, 16: 1.02, 32: 1.05, 64: 1.2}
+HOSTILE = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.01, 10: 1.01, 16: 1.03, 32: 1.25, 64: 1.8}
+"""A 4-bit target on a large GPU: verify(60) = 1.8, verify(10) = 1.01 (facts/specmquant.md 3.3)."""
+
+
+def rates(*values: float, rounds: int = 2000) -> Rates:
+    return Rates((*values, *[values[-1]] * (16 - len(values))), rounds)
+
+
+def make_plan(costs: CostModel, acceptance: Acceptance, **options: object) -> Plan:
+    return plan(costs, acceptance, context=CONTEXT, **({"missing": EVERYTHING} | options))  # type: ignore[arg-type]
+
+
+def with_head(target: StepCurve, *, draft_ms: float, tree: Tree = TREE) -> CostModel:
+    return CostModel({"target": target}, {"target_head": {(tree.depth, tree.top_k): timing(draft_ms)}})
+
+
+def with_intermediate(target: StepCurve, inner: StepCurve, *, head_ms: float | None = None) -> CostModel:
+    drafting = {} if head_ms is None else {"intermediate_head": {(3, 10): timing(head_ms)}}
+    return CostModel({"target": target, "intermediate": inner}, drafting)
+
+
+def test_every_registered_pipeline_has_a_predictor_and_its_models() -> None:
+    assert set(PREDICTORS) == set(PIPELINES) == set(MODELS_OF)
+
+
+def test_low_acceptance_on_a_machine_that_pays_for_every_node_is_plain() -> None:
+    """llama.cpp#10594: verify(6) = 2.4 verify(1), 37 % accepted, 40.7 -> 22.3 tokens a second."""
+    target = steps({1: 1.0, 2: 1.4, 4: 1.9, 6: 2.4, 8: 3.0, 16: 5.0})
+    costs = with_intermediate(target, steps({1: 1.0, 2: 1.1}, one=1.5))
+    found = make_plan(costs, Acceptance(sequence=rates(0.37)))
+    assert found.winner.candidate.pipeline == "plain"
+    five = next(p for p in found.ranking if p.candidate.settings == (("pipeline.draft_length", 5),))
+    assert 0.3 < five.gain < 0.6
+    assert explain(found).startswith("plain wins: of the rest sequence (draft_length 1) comes closest")
+    assert explain(found).endswith("slower than plain")
+
+
+def test_a_tree_that_costs_three_steps_is_never_chosen_beside_a_cheap_sequence() -> None:
+    """llama.cpp#5625: tree(60) costs 3 x and sequence(6) 1.3 x."""
+    target = steps({1: 1.0, 2: 1.1, 4: 1.2, 6: 1.3, 8: 1.6}, tree={8: 1.8, 16: 2.2, 32: 2.6, 60: 3.0})
+    costs = CostModel(
+        {"target": target, "intermediate": steps({1: 1.0, 2: 1.0}, one=1.0)},
+        {"target_head": {(5, 10): timing(2.0)}},
+    )
+    trees = {Tree(n, 5, 10): rates(0.8, 0.75) for n in (8, 16, 32, 60)}
+    found = make_plan(costs, Acceptance(sequence=rates(0.8, 0.75), eagle2=trees))
+    assert found.winner.candidate.pipeline == "sequence"
+    assert all(p.gain < found.winner.gain for p in found.ranking if p.candidate.pipeline == "eagle2")
+
+
+def test_a_drafter_almost_as_slow_as_its_target_is_plain_however_good_it_is() -> None:
+    """vllm#15025: a draft step of 0.85 target steps, verify(6) = 1.3, 90 % accepted."""
+    target = steps({1: 1.0, 2: 1.1, 3: 1.15, 4: 1.2, 5: 1.25, 6: 1.3, 8: 1.4})
+    costs = with_intermediate(target, steps({1: 1.0, 2: 1.0}, one=8.5))
+    found = make_plan(costs, Acceptance(sequence=rates(0.9)))
+    assert found.winner.candidate.pipeline == "plain"
+    five = next(p for p in found.ranking if p.candidate.settings == (("pipeline.draft_length", 5),))
+    assert five.gain == pytest.approx(0.85, abs=0.01)
+
+
+def test_where_memory_bounds_every_step_the_largest_tree_wins() -> None:
+    trees = {Tree(n, 5, 10): rates(*[r] * 5) for n, r in ((8, 0.6), (32, 0.75), (60, 0.8))}
+    found = make_plan(with_head(steps(FLAT), draft_ms=2.0), Acceptance(eagle2=trees))
+    assert found.winner.candidate.settings[0] == ("drafter.nodes", 60)
+    assert found.winner.gain > 1.8
+
+
+def test_a_four_bit_target_turns_the_tree_into_a_sequence() -> None:
+    """The paper's point: where verify(60) = 1.8 and verify(10) = 1.01 the hierarchical pipeline beats the tree."""
+    costs = CostModel(
+        {"target": steps(HOSTILE, one=12.0), "intermediate": steps(HOSTILE, one=2.0)},
+        {"target_head": {(5, 10): timing(1.5)}, "intermediate_head": {(3, 10): timing(0.8)}},
+    )
+    tree = rates(0.8, 0.75, 0.7, 0.65, 0.6)
+    acceptance = Acceptance(sequence=rates(0.9), eagle2={TREE: tree}, inner={Tree(30, 3, 10): tree})
+    found = make_plan(costs, acceptance)
+    order = [p.candidate.pipeline for p in found.best_of_each()]
+    assert order == ["hierarchical", "sequence", "eagle2", "plain"]
+    assert found.winner.candidate.pipeline == "hierarchical"
+    assert explain(found).startswith("hierarchical (nodes 30, depth 3, top_k 10, min_draft ")
+
+
+def test_a_free_drafter_drafts_as_far_as_verification_stays_flat() -> None:
+    target = steps({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 2.5})
+    costs = CostModel({"target": target}, lookup=timing(0.0))
+    found = make_plan(costs, Acceptance(lookup=rates(0.9), lookup_share=1.0))
+    assert found.winner.candidate == Candidate("lookup", (("pipeline.draft_length", 7),))
+
+
+def test_lookup_that_seldom_finds_anything_costs_what_it_drafts_only_then() -> None:
+    target = steps({1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0})
+    costs = CostModel({"target": target}, lookup=timing(0.0))
+    found = make_plan(costs, Acceptance(lookup=rates(0.0), lookup_share=0.1))
+    three = next(p for p in found.ranking if dict(p.candidate.settings).get("pipeline.draft_length") == 3)
+    assert three.gain == pytest.approx(1 / (0.9 + 0.1 * 2.0))
+
+
+@pytest.mark.parametrize(("spread", "winner"), [(0.001, "sequence"), (0.2, "plain")])
+def test_too_close_to_call_is_plain(spread: float, winner: str) -> None:
+    """The same gain of about 4 %, once with steady and once with noisy times."""
+    target = steps({1: 1.0, 2: 1.1, 4: 2.0}, spread=spread)
+    costs = with_intermediate(target, steps({1: 1.0, 2: 1.0}, one=5.0, spread=spread))
+    found = make_plan(costs, Acceptance(sequence=rates(0.66, 0.1, rounds=10**6)))
+    best = next(p for p in found.ranking if p.candidate.pipeline == "sequence")
+    assert best.gain == pytest.approx(1.0375, abs=0.001)
+    assert found.winner.candidate.pipeline == winner
+    if winner == "plain":
+        assert "within the measurement's uncertainty of plain, so plain runs" in explain(found)
+
+
+def test_few_rounds_of_acceptance_are_uncertainty_too() -> None:
+    costs = with_intermediate(steps(FLAT, spread=0.0), steps({1: 1.0, 2: 1.0}, one=5.0, spread=0.0))
+
+    def best(rounds: int) -> float:
+        return make_plan(costs, Acceptance(sequence=rates(0.7, rounds=rounds))).ranking[0].uncertainty
+
+    assert best(10) > 3 * best(1000) > 0
+
+
+def test_drift_during_the_measurement_is_part_of_the_uncertainty() -> None:
+    curve = steps(FLAT, spread=0.0)
+    costs = CostModel({"target": curve, "intermediate": steps({1: 1.0, 2: 1.0}, one=2.0, spread=0.0)}, drift=0.5)
+    found = make_plan(costs, Acceptance(sequence=Rates((0.3,) * 8)))
+    assert max(p.gain for p in found.ranking) > 1.05
+    assert found.winner.candidate.pipeline == "plain"
+
+
+def test_what_lacks_a_part_or_the_memory_is_listed_with_the_reason() -> None:
+    costs = CostModel({"target": steps(FLAT)}, lookup=timing(0.0))
+    missing = EVERYTHING | {"eagle2": "needs an EAGLE head of the target"}
+    memory = {"target": 30_000_000_000, "intermediate": 11_000_000_000}
+    found = make_plan(costs, Acceptance(), missing=missing, memory=memory, available_bytes=40_000_000_000)
+    reasons = {r.pipeline: r.reason for r in found.refused}
+    assert reasons["eagle2"] == "needs an EAGLE head of the target"
+    assert reasons["sequence"] == "needs 41.0 GB, 40.0 available"
+    assert reasons["lookup"] == "its acceptance or its steps were not measured"
+    assert found.plain.memory_bytes == 30_000_000_000
+
+
+unit = st.floats(0.0, 1.0)
+growth = st.lists(st.floats(0.0, 0.8), min_size=7, max_size=7)
+
+
+@given(growth, growth, st.floats(0.05, 1.2), st.floats(0.0, 5.0), unit, unit, unit, st.floats(0.0, 0.5))
+def test_the_plan_is_never_slower_than_plain_under_its_own_costs(
+    target: list[float],
+    tree: list[float],
+    inner_share: float,
+    draft_ms: float,
+    accept: float,
+    lookup: float,
+    share: float,
+    spread: float,
+) -> None:
+    counts = (1, 2, 4, 8, 16, 32, 64)
+    curves = [dict(zip(counts, itertools.accumulate(g, initial=1.0), strict=False)) for g in (target, tree)]
+    costs = CostModel(
+        {
+            "target": steps(curves[0], tree=curves[1], spread=spread),
+            "intermediate": steps(curves[0], tree=curves[1], one=10 * inner_share, spread=spread),
+        },
+        {role: {(3, 4): timing(draft_ms)} for role in ("target_head", "intermediate_head")},
+        timing(0.01),
+        loop_ms=0.1,
+    )
+    trees = {Tree(n, 3, 4): rates(accept) for n in (8, 16, 32)}
+    acceptance = Acceptance(rates(accept), rates(lookup), share, trees, trees)
+    found = make_plan(costs, acceptance)
+    assert found.winner.tokens_per_s >= found.plain.tokens_per_s
+    assert [p.tokens_per_s for p in found.ranking] == sorted((p.tokens_per_s for p in found.ranking), reverse=True)
+    assert {p.candidate.pipeline for p in found.ranking} == set(PREDICTORS)
+    assert explain(found)
+    for candidate in {p.candidate for p in found.best_of_each()} - {found.plain.candidate}:
+        first, *_ = levels(costs, acceptance, candidate)
+        assert first.cost(CONTEXT) > 0
+
+
+def test_lengths_of_a_grown_draft_are_those_of_brute_force() -> None:
+    chances, at_least = [0.2, 0.3, 0.5], 4
+    rounds, lengths = draft_lengths(chances, at_least)
+    expected: dict[int, float] = {}
+    mean = 0.0
+    for path in itertools.product(range(3), repeat=at_least):  # at_least rounds always suffice
+        weight, length, used = 1.0, 0, 0
+        for accepted in path:
+            weight *= chances[accepted]
+            if length < at_least:
+                length, used = length + accepted + 1, used + 1
+        expected[length] = expected.get(length, 0.0) + weight
+        mean += weight * used
+    assert lengths == pytest.approx(expected)
+    assert rounds == pytest.approx(mean)
+
+
+def settled(gain: float, uncertainty: float) -> str:
+    costs = with_intermediate(steps(FLAT), steps({1: 1.0, 2: 1.0}, one=2.0))
+    found = make_plan(costs, Acceptance(sequence=rates(0.8)))
+    best = found.winner.candidate
+    assert best.pipeline == "sequence"
+    measured = [
+        Measured(found.plain.candidate, 100.0, 1.0, 1.0, 0.0, 4),
+        Measured(best, 100.0 * gain, 3.0, gain, uncertainty, 4),
+    ]
+    return settle(found, measured).winner.pipeline
+
+
+@pytest.mark.parametrize(
+    ("gain", "uncertainty", "winner"),
+    [
+        (2.0, 0.1, "sequence"),
+        (0.8, 0.05, "plain"),  # contradicts the prediction: only the measurement counts
+        (1.02, 0.05, "plain"),
+        (1.9, float("inf"), "sequence"),  # one prompt says nothing, the prediction stands
+    ],
+)
+def test_the_verdict_needs_prediction_and_measurement(gain: float, uncertainty: float, winner: str) -> None:
+    assert settled(gain, uncertainty) == winner
+
+
+def test_levels_are_the_whole_draft_and_half_of_it_with_costs_by_context() -> None:
+    curve = steps({1: 1.0, 2: 1.0, 4: 1.2, 8: 2.0})
+    costs = with_intermediate(curve, steps({1: 1.0, 2: 1.0}, one=2.0))
+    found = levels(costs, Acceptance(sequence=rates(0.5)), Candidate("sequence", (("pipeline.draft_length", 6),)))
+    assert [level.max_depth for level in found] == [6, 3]
+    assert [level.cost(CONTEXT) for level in found] == pytest.approx([2.0 + 6 * 0.2, 1.2 + 3 * 0.2])
