@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,7 @@ class Decision:
 
     def apply(self, recipe: Recipe) -> Recipe:
         """The recipe with the chosen sizes."""
-        changed = recipe.model_copy(deep=True)
-        for key, value in self.settings:
-            section, name = key.split(".")
-            setattr(getattr(changed, section), name, value)
-        return changed
+        return with_settings(recipe, self.settings)
 
     def record(self) -> dict[str, Any]:
         return asdict(self) | {"settings": dict(self.settings)}
@@ -122,6 +118,17 @@ class ProfileKey:
 
     def record(self) -> dict[str, Any]:
         return {"models": dict(self.models), "environment": dict(self.environment)}
+
+
+def with_settings(recipe: Recipe, settings: Iterable[tuple[str, int | str]]) -> Recipe:
+    """A copy of the recipe with these `section.key` values."""
+    changed = recipe.model_copy(deep=True)
+    for key, value in settings:
+        section, name = key.split(".")
+        inner = getattr(changed, section)
+        setattr(inner, name, value)
+        setattr(changed, section, inner)  # so that it counts as set where only what is set is written
+    return changed
 
 
 def model_digest(path: Path) -> str:

@@ -68,9 +68,10 @@ def load_pipeline(
     for role, files in heads.items():
         files.check_fit(specs[role], ids=tokenizer.size)
     limit = choose_context(specs["target"], recipe.context if context is None else context)
+    folders = {role: snapshot.path for role, snapshot in snapshots.items()}
     decision = None
     if wanted == "auto":
-        decision = _find_decision({role: s.path for role, s in snapshots.items()}, device=device, dtype=dtype)
+        decision = _find_decision(folders, device=device, dtype=dtype)
         recipe = decision.apply(recipe) if decision else recipe
     contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
     check_memory(
@@ -100,6 +101,7 @@ def load_pipeline(
         context=limit,
         defaults=default_sampling(models["target"].path),
         revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
+        folders=folders,
         decision=decision,
     )
     loaded.use(wanted)

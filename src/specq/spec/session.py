@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -71,13 +72,17 @@ class Pipeline:
         context: int,
         defaults: Sampling,
         revisions: dict[str, str | None],
+        folders: Mapping[str, Path] | None = None,
         decision: Decision | None = None,
     ) -> None:
-        """`decision` is what a profile chose for these models here; `auto` runs it, and without one plain decoding."""
+        """`folders` are where the models lie, by role.
+
+        `decision` is what a profile chose for these models here; `auto` runs it, and without one plain decoding.
+        """
         self.recipe, self.parts, self.tokenizer = recipe, parts, tokenizer
         self.context, self.defaults, self.revisions = context, defaults, revisions
         self.name = "plain"
-        self.decision = decision
+        self.folders, self.decision = dict(folders or {}), decision
         self._governor: Governor | None = None
         self._tokens: list[int] = []
 
