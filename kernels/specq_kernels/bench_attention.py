@@ -15,7 +15,7 @@ import torch
 import triton
 
 from specq_kernels.launch import device_name
-from specq_kernels.timing import COLD_BYTES, copy_bandwidth, graph_us
+from specq_kernels.timing import COLD_BYTES, copy_bandwidth, graph_us, require_cuda
 from specq_kernels.tree_attention import pack_mask, tree_attention
 
 HEADS = {"8b": (32, 8, 128), "70b": (64, 8, 128)}
@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m specq_kernels.bench_attention", description=__doc__)
     parser.add_argument("models", nargs="*", default=["8b", "70b"])
     options = parser.parse_args(arguments)
+    require_cuda("the benchmark")
     bandwidth = copy_bandwidth()
     print(f"{device_name(0)}, torch {torch.__version__}, triton {triton.__version__}, "
           f"copy {bandwidth / 1e12:.2f} TB/s, bf16, median of 7")  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from specq_kernels.launch import device_name
-from specq_kernels.timing import copies_for, copy_bandwidth, graph_us
+from specq_kernels.timing import copies_for, copy_bandwidth, graph_us, require_cuda
 from specq_kernels.tune import random_w16, shapes_of
 from specq_kernels.w16a16 import W16Weight, w16a16, w16a16_argmax
 
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m specq_kernels.bench_w16a16", description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["8b", "70b"])
     options = parser.parse_args(arguments)
+    require_cuda("the benchmark")
     bandwidth = copy_bandwidth()
     print(f"{device_name(0)}, torch {torch.__version__}, triton {triton.__version__}, "
           f"copy {bandwidth / 1e12:.2f} TB/s, bf16, median of 7")  # fmt: skip

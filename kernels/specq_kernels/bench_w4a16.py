@@ -16,7 +16,7 @@ import triton
 
 from specq_kernels.group_sums import group_sums
 from specq_kernels.launch import device_name
-from specq_kernels.timing import copies_for, copy_bandwidth, graph_us
+from specq_kernels.timing import copies_for, copy_bandwidth, graph_us, require_cuda
 from specq_kernels.tune import LAYERS, random_w4
 from specq_kernels.w4_layout import W4Weight
 from specq_kernels.w4a16 import w4a16
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("models", nargs="*", default=["8b", "70b"])
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     options = parser.parse_args(arguments)
+    require_cuda("the benchmark")
     bandwidth = copy_bandwidth()
     print(f"{device_name(0)}, torch {torch.__version__}, triton {triton.__version__}, "
           f"copy {bandwidth / 1e12:.2f} TB/s, bf16, groups of {GROUP}, symmetric, median of 7")  # fmt: skip

@@ -49,9 +49,10 @@ def append_rotary(
     check_tensor("length", length, shape=(1,), dtype=torch.int32, device=k.device)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm: given without k_norm, or the reverse")
+    norm_dtype = q_norm.dtype if q_norm is not None else None
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
-            check_tensor(name, weight, shape=(head_dim,), device=k.device)
+            check_tensor(name, weight, shape=(head_dim,), dtype=norm_dtype, device=k.device)
     if not runs_kernel(qkv):
         return append_rotary_ref(qkv, k, v, cos, sin, positions, length, q_norm=q_norm, k_norm=k_norm, eps=eps)
     q = qkv.new_empty(nodes, heads, head_dim)

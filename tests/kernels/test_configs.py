@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
-from specq_kernels import configs
+from specq_kernels import bench_attention, bench_w4a16, bench_w16a16, configs, tune
 
 SHIPPED = Path(configs.__file__).parent / "configs"
 
@@ -64,3 +66,10 @@ def test_default_split_fills_the_device_and_leaves_work_to_each_part() -> None:
     assert configs.default_split(57344, 8192, 132) == 1
     assert configs.default_split(4096, 4096, 132) == 4
     assert configs.default_split(640, 768, 132) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the device that is asked for")
+@pytest.mark.parametrize("module", [tune, bench_w4a16, bench_w16a16, bench_attention])
+def test_measuring_without_a_gpu_says_so(module: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        module.main([])
