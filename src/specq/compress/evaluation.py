@@ -59,14 +59,24 @@ def evaluate(
     streams = {name: _embedded(weights, tokens) for name, weights in sources.items()}
     for index in range(spec.layers):
         on_layer(index)
-        for name, weights in sources.items():
-            layer = StagedLayer(spec, index, weights, rope)
-            for product in PRODUCTS:
-                layer.weights[product] = dense_product(weights, index, product, device=device)
-            if name == ROUNDED:
-                _round(layer, plan)
-            streams[name] = [layer.run(x.to(device)).cpu() for x in streams[name]]
+        layer = _dense_layer(spec, index, source, rope)
+        streams[SOURCE] = _behind(layer, streams[SOURCE], device)
+        _round(layer, plan)
+        streams[ROUNDED] = _behind(layer, streams[ROUNDED], device)
+        streams[RESULT] = _behind(_dense_layer(spec, index, result, rope), streams[RESULT], device)
     return _scores(spec, sources, streams, tokens, device)
+
+
+def _dense_layer(spec: ModelSpec, index: int, weights: WeightSource, rope: RopeTable) -> StagedLayer:
+    layer = StagedLayer(spec, index, weights, rope)
+    device = str(rope.cos.device)
+    layer.weights = {product: dense_product(weights, index, product, device=device) for product in PRODUCTS}
+    return layer
+
+
+def _behind(layer: StagedLayer, stream: list[Tensor], device: str) -> list[Tensor]:
+    """The stream after the layer, kept on the host."""
+    return [layer.run(x.to(device)).cpu() for x in stream]
 
 
 def dense_product(weights: WeightSource, index: int, product: str, *, device: str) -> Tensor:
