@@ -77,9 +77,10 @@ Steps = Mapping[int, Mapping[int, Timing]]
 
 @dataclass(frozen=True)
 class StepCurve:
-    """Steps of one model by form (`sequence`, `tree`): the cost of n nodes is that of the next larger measured count.
+    """Steps of one model by form (`sequence`, `tree`).
 
-    That is what a padded bucket costs; where nothing is padded it errs on the side of plain decoding.
+    n nodes cost what the cheapest measured count of at least n does: that of the bucket they are padded to, and never
+    more than a larger one. Where nothing is padded it errs on the side of plain decoding.
     """
 
     forms: Mapping[str, Steps]
@@ -93,14 +94,14 @@ class StepCurve:
         return max((max(steps) for steps in self.forms.get(form, {}).values() if steps), default=0)
 
     def step(self, nodes: int, context: float, *, form: str = SEQUENCE) -> Cost:
-        """One step of `nodes` rows after `context` tokens; a tree of a few nodes never measured is a sequence.
+        """One step of `nodes` rows after `context` tokens; a smaller tree than any measured costs what that does.
 
         Raises ValueError past the largest measured count.
         """
         if nodes > self.most(form):
             raise ValueError(f"nodes: a {form} of {nodes} was not measured, only up to {self.most(form)}")
         points = {
-            at: steps[min(count for count in steps if count >= nodes)].cost
+            at: min((timing.cost for count, timing in steps.items() if count >= nodes), key=lambda cost: cost.ms)
             for at, steps in self.forms[form].items()
             if steps and max(steps) >= nodes
         }

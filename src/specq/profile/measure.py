@@ -104,8 +104,8 @@ def time_models(
 
     `text` is token ids that stand for contexts; it is repeated as needed.
     """
-    long = [text[i % len(text)] for i in range(grid.contexts[-1] + MAX_NODES)]
-    jobs = dict(_jobs(parts, sampler, long, grid, lookup))
+    text = [text[i % len(text)] for i in range(grid.contexts[-1] + MAX_NODES)]
+    jobs = dict(_jobs(parts, sampler, text, grid, lookup))
     try:
         with torch.inference_mode():
             measure(jobs, samples, device=parts.target.model.device, seconds=seconds, rounds=rounds, on_round=on_round)

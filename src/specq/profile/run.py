@@ -27,6 +27,7 @@ from specq.spec.drafters import PromptLookup
 from specq.spec.load import load_pipeline
 from specq.spec.pipelines import Parts, Seat
 from specq.spec.session import Pipeline
+from specq.spec.tree import MAX_NODES
 
 UNQUANTIZED = "target_unquantized"
 ROUNDS = {"cpu": 5, "cuda": 30}
@@ -181,6 +182,8 @@ class _Run:
             max_new_tokens=ANSWER[kind],
         )
         self.prompts = self._fitting_prompts()
+        tokens = [token for prompt in self.prompts for token in prompt]
+        self.text = [tokens[i % len(tokens)] for i in range(self.grid.contexts[-1] + MAX_NODES)]
         self.profile = Profile(
             key=ProfileKey.here(pipeline.folders, device=str(self.device), dtype=request.dtype),
             recipe=recipe,
@@ -211,14 +214,13 @@ class _Run:
         return profile
 
     def _time(self) -> None:
-        text = [token for prompt in self.prompts for token in prompt]
         section = self.request.recipe.pipeline
         rounds = ROUNDS[self.device.type]
         self.say("timing: first calls")
         time_models(
             self.parts,
             self.setting.sampler,
-            text,
+            self.text,
             self.grid,
             self.samples,
             lookup=PromptLookup(draft_length=16, max_ngram=section.max_ngram, min_ngram=section.min_ngram),
@@ -304,13 +306,12 @@ class _Run:
         )
 
     def _split(self) -> None:
-        text = [token for prompt in self.prompts for token in prompt]
-        context = min(self.grid.contexts[0], len(text) // 2)
+        context = self.grid.contexts[0]
         for role in ("target", "intermediate"):
             seat = getattr(self.parts, role)
             if seat is not None:
                 self.say(f"splitting a step of the {role}")
-                self.profile.splits[role] = split_steps(seat, self.setting.sampler, text, context)
+                self.profile.splits[role] = split_steps(seat, self.setting.sampler, self.text, context)
 
     def _compare_fp16(self) -> None:
         """Time the target without 4-bit matrices, as sequence and tree at the shortest context."""
@@ -324,12 +325,11 @@ class _Run:
             return
         samples: Samples[AnyKey] = Samples()
         grid = self.grid.at(context)
-        seat = Seat(model, model.new_cache(context + 64))
-        text = [token for prompt in self.prompts for token in prompt]
+        seat = Seat(model, model.new_cache(context + MAX_NODES))
         time_models(
             Parts(seat),
             self.setting.sampler,
-            text,
+            self.text,
             grid,
             samples,
             lookup=PromptLookup(draft_length=1, max_ngram=1),

@@ -22,6 +22,11 @@ def test_a_count_costs_what_the_next_larger_measured_one_does() -> None:
     assert steps.ratio(8, 100) == 1.5
 
 
+def test_a_count_never_costs_more_than_a_larger_one() -> None:
+    steps = curve({1: 10.0, 4: 19.0, 8: 15.0, 16: 20.0})
+    assert [steps.step(n, 100).ms for n in (1, 2, 4, 8, 9)] == [10, 15, 15, 15, 20]
+
+
 def test_counts_past_the_largest_and_forms_never_measured_are_errors() -> None:
     steps = curve({1: 10.0, 8: 15.0})
     with pytest.raises(ValueError, match="sequence of 9 was not measured, only up to 8"):

@@ -1,0 +1,232 @@
+"""`specq profile`: what it prints and stores, who uses that, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from factories import tiny_config, write_model
+from unit.models.test_eagle_loader import tiny_tensors, write_head
+
+from specq.hub import cache_dir
+from specq.profile import run as profile_run
+from specq.spec.decision import ProfileKey
+
+QUICK = ("--seconds", "1", "--threads", "1", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECQ_CACHE", str(tmp_path / "cache"))
+    return cache_dir()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("hello there\n\nand the other one\n")
+    return file
+
+
+@pytest.fixture
+def quick(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Options and defaults that keep a profile of a tiny model at about a second."""
+    monkeypatch.setitem(profile_run.ANSWER, "cpu", 12)
+    return (*QUICK, "--prompts", str(prompts))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "small", tiny_config(num_hidden_layers=1))
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("heads") / "head", tiny_tensors())
+
+
+def stored(cache: Path) -> dict:
+    (file,) = (cache / "profiles").glob("*.json")
+    return json.loads(file.read_text())
+
+
+def choose(cache: Path, pipeline: str, settings: dict[str, int], levels: list) -> None:
+    """Let the stored profile have chosen this."""
+    (file,) = (cache / "profiles").glob("*.json")
+    record = json.loads(file.read_text())
+    record["decision"] |= {"pipeline": pipeline, "settings": settings, "levels": levels}
+    file.write_text(json.dumps(record))
+
+
+def test_a_profile_of_every_part_is_shown_stored_and_saved_as_a_recipe(
+    call, model, small, head, quick, cache, tmp_path
+) -> None:
+    recipe = tmp_path / "chosen.yaml"
+    inner = f"intermediate.drafter={head}"
+    parts = ("--intermediate", small, "--drafter", head, "--set", inner)
+    done = call("profile", model, *parts, *quick, "--json", "--save", recipe, "--compare-fp16")
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    assert record == stored(cache)
+    assert record["is_complete"]
+    assert {c["pipeline"] for c in record["plan"]["candidates"]} == {
+        "plain",
+        "lookup",
+        "sequence",
+        "eagle2",
+        "hierarchical",
+    } - set(record["plan"]["not_considered"])
+    assert set(record["costs"]["models"]) == {"target", "intermediate", "target_unquantized"}
+    steps = record["costs"]["models"]["target"]["steps"]
+    assert {(s["form"], s["nodes"]) for s in steps} >= {("sequence", 1), ("sequence", 8), ("tree", 32)}
+    assert record["measured"][0]["pipeline"] == "plain"
+    assert set(record["memory_bytes"]) == {"target", "intermediate", "target_head", "intermediate_head"}
+    assert record["environment"]["torch"]
+    assert record["reason"]
+    written = yaml.safe_load(recipe.read_text())
+    assert written["pipeline"]["name"] == record["decision"]["pipeline"]
+    assert recipe.read_text().startswith(f"# specq chat {recipe}\n")
+    assert call("recipe", "check", recipe).code == 0
+
+
+def test_the_table_has_curves_ranking_losers_and_the_sentence(call, model, small, quick) -> None:
+    done = call("profile", model, "--intermediate", small, *quick)
+    assert done.code == 0, done.err
+    for text in ("a step of the target; prefill", "a step of the intermediate", "sequence @64", "not considered"):
+        assert text in done.out
+    assert "needs an EAGLE head of the target (--drafter HEAD)" in done.out
+    assert "wins: " in done.out or "runs, though the prediction chose otherwise" in done.out
+    assert "stored in " in done.err
+
+
+def test_auto_runs_what_the_profile_chose_and_says_nothing(call, model, small, quick, cache) -> None:
+    parts = ("--intermediate", small)
+    assert call("profile", model, *parts, *quick, "--quiet").code == 0
+    level = {"max_depth": 3, "costs": [[64, 0.1]]}
+    choose(cache, "sequence", {"pipeline.draft_length": 3}, [level])
+    done = call("run", model, "hello", *parts, "--max-new-tokens", "12", "--json")
+    record = json.loads(done.out)
+    assert (record["pipeline"], done.err) == ("sequence", "")
+    plain = json.loads(
+        call("run", model, "hello", *parts, "--max-new-tokens", "12", "--pipeline", "plain", "--json").out
+    )
+    assert record["token_ids"] == plain["token_ids"]
+    assert record["rounds"] < 11
+
+
+def test_auto_says_in_one_line_that_speculation_lost_and_the_text_stays(call, model, small, quick, cache) -> None:
+    """lmstudio-ai/mlx-engine#103: a drafter that does not fit the text is switched off by itself."""
+    parts = ("--intermediate", small, "--max-new-tokens", "60", "--json")
+    assert call("profile", model, "--intermediate", small, *quick, "--quiet").code == 0
+    level = {"max_depth": 3, "costs": [[64, 50.0]]}
+    choose(cache, "sequence", {"pipeline.draft_length": 3}, [level])
+    done = call("run", model, "hello", *parts)
+    (line,) = done.err.splitlines()
+    assert line.startswith("auto: sequence runs at 0.0")
+    assert line.endswith("times plain on this text: plain decoding for now")
+    plain = call("run", model, "hello", *parts, "--pipeline", "plain")
+    assert json.loads(done.out)["token_ids"] == json.loads(plain.out)["token_ids"]
+
+
+def test_auto_without_a_profile_runs_plain_and_names_the_command_once(call, model) -> None:
+    done = call("run", model, "hello", "--max-new-tokens", "4", "--json")
+    assert json.loads(done.out)["pipeline"] == "plain"
+    (line,) = done.err.splitlines()
+    assert "no profile on this device" in line
+    assert "`specq profile`" in line
+
+
+def test_a_stale_profile_is_not_used_and_said_to_be_stale(call, model, quick, cache, monkeypatch) -> None:
+    assert call("profile", model, *quick, "--quiet").code == 0
+    here = profile_run.ProfileKey.here
+    original = here.__func__
+
+    def other_driver(cls, *args, **options):
+        key = original(cls, *args, **options)
+        changed = dict(key.environment) | {"driver": "999.1"}
+        return ProfileKey(key.models, tuple(sorted(changed.items())))
+
+    monkeypatch.setattr(ProfileKey, "here", classmethod(other_driver))
+    done = call("run", model, "hello", "--max-new-tokens", "4", "--json")
+    (line,) = done.err.splitlines()
+    assert "is stale: driver was `None` and is `999.1`" in line
+    assert "plain decoding runs" in line
+
+
+def test_rates_given_by_hand_plan_without_running_and_are_not_stored(call, model, small, quick, cache) -> None:
+    given = ("--acceptance", "sequence=0.9,0.8", "--acceptance", "lookup=0")
+    done = call("profile", model, "--intermediate", small, *quick, *given, "--json")
+    record = json.loads(done.out)
+    assert record["acceptance"]["sequence"]["rates"][:3] == [0.9, 0.8, 0.8]
+    assert record["acceptance_by_hand"] == ["sequence", "lookup"]
+    assert record["measured"] == []
+    assert "not stored" in done.err
+    assert not (cache / "profiles").exists()
+
+
+def test_an_interrupt_keeps_what_was_measured_where_auto_does_not_look(call, model, quick, cache, monkeypatch) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile_run, "observe", interrupted)
+    done = call("profile", model, *quick)
+    assert (done.code, done.out) == (130, "")
+    (file,) = (cache / "profiles").iterdir()
+    assert str(file) in done.err
+    record = json.loads(file.read_text())
+    assert (record["is_complete"], record["decision"]) == (False, None)
+    assert record["costs"]["models"]["target"]["steps"]
+    assert "no profile" in call("run", model, "hello", "--max-new-tokens", "2").err
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(call, model, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = call("profile", model, "--plot", "x.png")
+    assert (done.code, done.out) == (2, "")
+    assert "pip install 'specq[plot]'" in done.err
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html"])
+def test_a_picture_is_drawn(call, model, quick, tmp_path, suffix) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"profile.{suffix}"
+    assert call("profile", model, *quick, "--plot", picture).code == 0
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--acceptance", "sequence=2"), "--acceptance `sequence=2` is not NAME=P[,P...]"),
+        (("--plot", "x.pdf"), "--plot `x.pdf` is not of a kind that is drawn"),
+        (("--save", "x.txt"), "--save `x.txt` is no recipe's name"),
+        (("--prompts", "/nonexistent.txt"), "`/nonexistent.txt` cannot be read"),
+        (("--device", "cuda:7"), "device `cuda:7` is not there"),
+        (("--context", "40"), "no calibration prompt fits a context of 40 tokens"),
+    ],
+)
+def test_wrong_usage_is_one_message(call, model, arguments, message) -> None:
+    done = call("profile", model, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {message}")
+
+
+def test_models_that_do_not_fit_each_other_are_exit_6(call, model, tmp_path) -> None:
+    other = write_model(tmp_path / "other", tiny_config())
+    data = json.loads((other / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    first, second = list(vocab)[:2]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    done = call("profile", model, "--intermediate", other, *QUICK)
+    assert done.code == 6
+    assert "target and intermediate do not fit" in done.err
+
+
+def test_models_that_do_not_fit_the_memory_are_exit_7(call, model, monkeypatch) -> None:
+    monkeypatch.setattr("specq.models.loader.free_bytes", lambda device: 1_000_000)
+    done = call("profile", model, *QUICK)
+    assert done.code == 7
+    assert "are needed" in done.err
