@@ -17,6 +17,9 @@ from pathlib import Path
 from specq.errors import DiskFullError, OfflineError, UsageError
 
 DEMO_NAME = "specq:demo"
+SHIPPED = {"specq:demo-head": Path(__file__).parent / "demo_heads" / "demo-head"}
+"""Drafters of the demo model that come with specq itself."""
+
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
@@ -37,7 +40,7 @@ class Snapshot:
 def resolve_model(
     name: str, *, revision: str | None = None, offline: bool | None = None, progress: Progress | None = None
 ) -> Snapshot:
-    """The local files of a model: `specq:demo`, a GGUF file, a folder with a config.json, or a Hub id.
+    """The local files of a model: `specq:demo` and its drafters, a GGUF file, a folder with a config.json, or a Hub id.
 
     What a Hub model lacks on this machine is downloaded, code never.
     Raises: UsageError for a name that is none of these, AccessError, OfflineError, DiskFullError.
@@ -46,6 +49,8 @@ def resolve_model(
         from specq.demo import demo_folder
 
         return Snapshot(demo_folder(offline=offline, progress=progress))
+    if name in SHIPPED:
+        return Snapshot(SHIPPED[name])
     path = Path(name).expanduser()
     is_hub_id = HUB_ID.fullmatch(name) is not None
     if _holds_model(path) or name.startswith(("/", "./", "../", "~")) or (path.exists() and not is_hub_id):

@@ -18,6 +18,9 @@ PipelineName = Literal["auto", "plain", "lookup", "sequence", "eagle2", "hierarc
 DEMO_TARGET = "specq:demo"
 """The name of the built-in demo model, wherever a model is named."""
 
+DEMO_HEAD = "specq:demo-head"
+"""Its EAGLE head, which comes with specq."""
+
 DEFAULT_RECIPE = "demo"
 """The recipe that runs when no model is named."""
 
@@ -107,7 +110,8 @@ class DistillSection(_Section):
 
     `prompts` and `eval_prompts` are "bundled" or files; without the latter `held_out` prompts are kept from the former.
     `minutes` ends training before `steps` do. `unroll` levels are drafted in training, each weighing `unroll_decay` of
-    the one before. `layers`, for an intermediate only, are those kept of the target.
+    the one before. `start`, for a head only, is a head's folder whose weights training begins with; `layers`, for an
+    intermediate only, are those kept of the target.
     """
 
     prompts: str = "bundled"
@@ -128,6 +132,7 @@ class DistillSection(_Section):
     ce_weight: float = Field(default=1.0, ge=0.0)
     noise: float = Field(default=0.1, ge=0.0)
     trim_vocab: int | None = Field(default=None, ge=1)
+    start: str | None = None
     layers: int | None = Field(default=None, ge=1)
     eval_tokens: int = Field(default=128, ge=8)
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -193,7 +198,7 @@ def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:
         return load_recipe(model, overrides=overrides)
     if model in list_recipes() and not is_local_model(model):
         return load_recipe(model, overrides=overrides)
-    if is_local_model(model) or model == DEMO_TARGET or is_hub_id(model):
+    if is_local_model(model) or model in (DEMO_TARGET, DEMO_HEAD) or is_hub_id(model):
         return build_recipe({"target": model}, overrides=overrides, origin=model)
     near = difflib.get_close_matches(model, [*list_recipes(), *_folders_here()], n=1)
     hint = f"did you mean `{near[0]}`?" if near else "give a folder, a recipe (specq recipe ls) or a Hub id org/name"
@@ -206,7 +211,7 @@ def is_model_name(text: str) -> bool:
         return Path(text).expanduser().exists() and is_local_model(text)
     return (
         text.endswith((".yaml", ".yml"))
-        or text == DEMO_TARGET
+        or text in (DEMO_TARGET, DEMO_HEAD)
         or is_local_model(text)
         or text in list_recipes()
         or is_hub_id(text)

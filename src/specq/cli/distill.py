@@ -35,7 +35,9 @@ def distill(
     ] = None,
     prompts: Annotated[
         str | None,
-        _setting("--prompts", "FILE", "One prompt a line, or .jsonl with `prompt` or `turns`; default a few of specq's."),
+        _setting(
+            "--prompts", "FILE", "One prompt a line, or .jsonl with `prompt` or `turns`; default a few of specq's."
+        ),
     ] = None,
     eval_prompts: Annotated[
         str | None,
@@ -46,8 +48,12 @@ def distill(
     trim_vocab: Annotated[
         int | None, _setting("--trim-vocab", "N", "For a head: draft only the N ids the target writes most.", min=1)
     ] = None,
+    start: Annotated[
+        str | None, _setting("--from", "HEAD", "For a head: begin with the weights of this one instead of random ones.")
+    ] = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="cpu|cuda[:N]", help="Default: the GPU if there is one.", show_default=False)
+        str,
+        typer.Option("--device", metavar="cpu|cuda[:N]", help="Default: the GPU if there is one.", show_default=False),
     ] = "auto",
     dtype: Annotated[
         Dtype, typer.Option("--dtype", help="Number format of computation; default auto.", show_default=False)
@@ -76,6 +82,7 @@ def distill(
             "distill.minutes": minutes,
             "distill.steps": steps,
             "distill.trim_vocab": trim_vocab,
+            "distill.start": start,
             "target.revision": revision,
         }
         recipe = resolve(model, overrides=[*(set or []), *assignments(flags)])
@@ -89,7 +96,17 @@ def distill(
             target = resolve_model(
                 recipe.target.model, revision=recipe.target.revision, offline=offline or None, progress=progress
             )
-            job = Job(kind.value, recipe, target, folder, choose_device(device), dtype.value, overwrite)
+            begin = recipe.distill.start
+            job = Job(
+                kind.value,
+                recipe,
+                target,
+                folder,
+                choose_device(device),
+                dtype=dtype.value,
+                start=resolve_model(begin, offline=offline or None, progress=progress).path if begin else None,
+                overwrite=overwrite,
+            )
             manifest = distill(job, say=progress)
         finally:
             progress.clear()

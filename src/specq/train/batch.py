@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specq.models.causal_lm import CausalLM
+from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 
 Attention = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
@@ -24,6 +25,7 @@ class BatchedForward:
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
+        self.layers = decoder_layers(model)
         self.rope = RopeTable(model.spec.rope, model.spec.head_dim, dtype=model.dtype, device=model.device)
 
     def states(self, tokens: Tensor, *, layers: Iterable[int] | None = None) -> Tensor:
@@ -33,11 +35,11 @@ class BatchedForward:
         """
         model, (batch, length) = self.model, tokens.shape
         self.rope.grow(length)
-        rope = tuple(part[:length].repeat(batch, 1).unsqueeze(1) for part in (self.rope.cos, self.rope.sin))
+        rope = table_rows(self.rope, torch.arange(length, device=tokens.device).repeat(batch))
         x = model.embed(tokens.flatten())  # [batch * length, hidden]
         for i in range(model.spec.layers) if layers is None else layers:
             window = model.spec.sliding_windows[i]
-            layer = model.layers[i]
+            layer = self.layers[i]
             q, k, v = layer.project(layer.normed(x), rope, "a16")
             x = layer.finish(x, attend_batch(causal, q, k, v, batch=batch, window=window), "a16")
         return self.normed(x).view(batch, length, -1)
@@ -45,6 +47,16 @@ class BatchedForward:
     def normed(self, x: Tensor) -> Tensor:
         """`x` behind the last norm."""
         return F.rms_norm(x, x.shape[-1:], self.model.norm, self.model.spec.norm_eps)
+
+
+def decoder_layers(model: CausalLM) -> list[DecoderLayer]:
+    """The model's layers, as what they are."""
+    return [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+
+
+def table_rows(table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [rows, 1, head_dim] of int64 positions [rows]; the table must reach that far."""
+    return table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1)
 
 
 def attend_batch(

@@ -50,8 +50,8 @@ def write_card(folder: Path, manifest: Mapping[str, Any], *, title: str, use: st
         "",
         "## Training",
         "",
-        f"{training['answer_tokens_seen']:,} answer tokens in {training['steps']} steps and {training['seconds']:.0f} s "
-        f"on {environment['device']} (torch {environment['torch']}), from {training['sequences']:,} answers of "
+        f"{training['answer_tokens_seen']:,} answer tokens in {training['steps']} steps and {training['seconds']:.0f} "
+        f"s on {environment['device']} (torch {environment['torch']}), from {training['sequences']:,} answers of "
         f"{training['answer_tokens']:,} tokens.",
         "",
         "| step | seconds | loss | top-1 by depth | accept length of a chain, estimated |",

@@ -182,7 +182,9 @@ class BatchSource:
         ]
         self._batch_tokens, self._seed = batch_tokens, seed
         if not self._rows:
-            raise UsageError(f"no answer begins before token {length}", hint="--set distill.length=N allows longer ones")
+            raise UsageError(
+                f"no answer begins before token {length}", hint="--set distill.length=N allows longer ones"
+            )
 
     def batches(self, first: int) -> Iterator[Batch]:
         """The batches from number `first` on, epoch after epoch."""

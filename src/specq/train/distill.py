@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from specq.checkpoint import read_config
+from specq.checkpoint import ModelSpec, read_config
 from specq.environment import describe_environment
 from specq.errors import UsageError
 from specq.hub import Snapshot, cache_dir
 from specq.models.causal_lm import CausalLM
-from specq.models.eagle_loader import load_head
-from specq.models.loader import load_model
+from specq.models.eagle_loader import HeadFiles, load_head
+from specq.models.loader import check_memory, load_model, model_spec
 from specq.recipe import DistillSection, Recipe
 from specq.tensors import gguf_config
 from specq.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, from what, and where it goes."""
+    """What to train, from what, and where it goes; `start` is the folder of the head to begin with."""
 
     kind: str  # "eagle" or "intermediate"
     recipe: Recipe
@@ -69,6 +69,7 @@ class Job:
     output: Path
     device: str
     dtype: str = "auto"
+    start: Path | None = None
     overwrite: bool = False
 
     @property
@@ -96,15 +97,14 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     """
     settings = job.settings
     check_output(job.output, overwrite=job.overwrite)
-    if job.kind == "intermediate" and settings.layers is None:
-        raise UsageError("an intermediate needs a number of layers", hint="give --layers N")
-    if job.kind == "intermediate" and settings.trim_vocab is not None:
-        raise UsageError("a trimmed vocabulary is for EAGLE heads", hint="leave out --trim-vocab")
+    spec = model_spec(job.target.path)
+    _check_settings(job.kind, settings, spec)
     training, held_out = choose_prompts(settings)
     tokenizer = Tokenizer.load(job.target.path)
     longest = settings.length - 1
     prompts, held_out_ids = (encode_prompts(tokenizer, each, longest=longest) for each in (training, held_out))
     digest = target_digest(job.target.path)
+    check_memory([(spec, job.target.path, settings.length)], device=job.device, dtype=job.dtype)
     with open_workspace(job.output, _fingerprint(job, digest), overwrite=job.overwrite) as workspace:
         say(f"loading {job.target.repo_id or job.target.path.name}")
         model = load_model(job.target.path, device=job.device, dtype=job.dtype)
@@ -113,6 +113,29 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
         manifest = _distill_head(run, workspace, say) if job.kind == "eagle" else _distill_model(run, workspace, say)
         workspace.publish()
     return manifest
+
+
+def _check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> None:
+    """Raise UsageError naming the first setting that does not go with this kind of drafter and this target."""
+    if kind == "eagle":
+        if settings.layers is not None:
+            raise UsageError("a head has no layers to choose", hint="leave out --layers, or give --kind intermediate")
+        if settings.trim_vocab is not None and settings.trim_vocab >= target.vocab:
+            raise UsageError(
+                f"--trim-vocab {settings.trim_vocab} leaves nothing out of a vocabulary of {target.vocab}",
+                hint="give a smaller number, or leave it out",
+            )
+        return
+    for value, flag in ((settings.trim_vocab, "--trim-vocab"), (settings.start, "--from")):
+        if value is not None:
+            raise UsageError(f"{flag} is for EAGLE heads", hint="leave it out, or give --kind eagle")
+    if settings.layers is None:
+        raise UsageError("an intermediate needs a number of layers", hint="give --layers N")
+    if settings.layers >= target.layers:
+        raise UsageError(
+            f"{settings.layers} layers cannot be cut from a model of {target.layers}",
+            hint=f"give --layers 1 to {target.layers - 1}",
+        )
 
 
 def target_digest(path: Path) -> str:
@@ -175,13 +198,9 @@ def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     settings, model = run.job.settings, run.model
     kept = None
     if settings.trim_vocab is not None:
-        if settings.trim_vocab >= model.spec.vocab:
-            raise UsageError(
-                f"--trim-vocab {settings.trim_vocab} leaves nothing out of a vocabulary of {model.spec.vocab}",
-                hint="give a smaller number, or leave it out",
-            )
         kept = frequent_ids(run.sequences, settings.trim_vocab, vocab=model.spec.vocab)
-    task = HeadTask(model, settings, kept_ids=kept)
+    start = None if run.job.start is None else HeadFiles(run.job.start)
+    task = HeadTask(model, settings, kept_ids=kept, start=start)
     progress = train(task, _source(run), settings, checkpoint=workspace.checkpoint, say=say)
     folder = workspace.staging()
     task.save(folder)
@@ -190,9 +209,7 @@ def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     pipeline = evaluation.eagle2_pipeline(
         run.job.recipe, model, head, run.tokenizer, context=settings.length + settings.eval_tokens
     )
-    results = evaluation.measure_accept_lengths(
-        pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say
-    )
+    results = evaluation.measure_accept_lengths(pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say)
     manifest = _manifest(run, progress, results)
     card.write_json(folder / card.MANIFEST, manifest)
     use = f"specq chat {manifest['target']['name']} --pipeline eagle2 --drafter {run.job.output.name}"
@@ -218,9 +235,7 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     pipeline = evaluation.sequence_pipeline(
         run.job.recipe, model, student, run.tokenizer, context=settings.length + settings.eval_tokens
     )
-    results = evaluation.measure_accept_lengths(
-        pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say
-    )
+    results = evaluation.measure_accept_lengths(pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say)
     manifest = _manifest(run, progress, results) | {
         "layers": layers,
         "importance_kl": [round(each, 5) for each in importance],
@@ -234,9 +249,7 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
 
 def _source(run: _Run) -> BatchSource:
     settings = run.job.settings
-    return BatchSource(
-        run.sequences, length=settings.length, batch_tokens=settings.batch_tokens, seed=settings.seed
-    )
+    return BatchSource(run.sequences, length=settings.length, batch_tokens=settings.batch_tokens, seed=settings.seed)
 
 
 def _manifest(run: _Run, progress: Progress, results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,13 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specq.checkpoint import ModelSpec, RopeSpec
+from specq.errors import UnsupportedError
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import HeadSpec
+from specq.models.eagle_loader import HeadFiles
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 from specq.quant.linear import DenseLinear
 from specq.recipe import DistillSection
-from specq.train.batch import Attention, BatchedForward, attend_batch, share_heads
+from specq.train.batch import BatchedForward, attend_batch, share_heads, table_rows
 from specq.train.data import Batch
 from specq.train.soft_loss import soft_cross_entropy, teacher_distribution, top1_agreement
 
@@ -54,8 +56,18 @@ def head_config(spec: ModelSpec, *, dtype: torch.dtype) -> dict[str, Any]:
 class HeadTask:
     """A head that learns from a target, which stays as it is."""
 
-    def __init__(self, target: CausalLM, settings: DistillSection, *, kept_ids: Tensor | None = None) -> None:
-        """`kept_ids` are the ids a trimmed head knows, ascending."""
+    def __init__(
+        self,
+        target: CausalLM,
+        settings: DistillSection,
+        *,
+        kept_ids: Tensor | None = None,
+        start: HeadFiles | None = None,
+    ) -> None:
+        """`kept_ids` are the ids a trimmed head knows, ascending; `start` is a head whose weights are the first ones.
+
+        Raises UnsupportedError when that head is not of the shape that is trained here.
+        """
         self.target, self.settings, self.kept_ids = target, settings, kept_ids
         self.config = head_config(target.spec, dtype=target.dtype)
         self._forward = BatchedForward(target)
@@ -63,7 +75,10 @@ class HeadTask:
         self._rope = RopeTable(rope, target.spec.head_dim, dtype=target.dtype, device=target.device)
         self._output = output_matrix(target) if kept_ids is None else output_matrix(target)[kept_ids.to(target.device)]
         self._modules = _new_head(target, seed=settings.seed)
-        self.parameters = {name: p.requires_grad_() for name, p in self._modules.named_parameters()}
+        if start is not None:
+            _take_over(self._modules, start, target.spec)
+        self._modules.requires_grad_()
+        self.parameters = dict(self._modules.named_parameters())
 
     def loss(self, batch: Batch, draws: torch.Generator, *, measure: bool) -> tuple[Tensor, list[Tensor]]:
         """See Task. A batch position p is learnt by row p - 1, which pairs id p with the feature before it."""
@@ -91,7 +106,7 @@ class HeadTask:
         """Predicted features [batch, length, hidden] of each depth; row i holds the one after id i + 1."""
         layer, (batch, length) = self._modules.layer, tokens.shape
         self._rope.grow(length)
-        rope = tuple(part[:length].repeat(batch, 1).unsqueeze(1) for part in (self._rope.cos, self._rope.sin))
+        rope = table_rows(self._rope, torch.arange(length, device=tokens.device).repeat(batch))
         embedded = self.target.embed(tokens.roll(-1, 1).flatten())  # the last row means nothing
         attention = UnrolledAttention(length, tokens.device)
         predicted = [features]
@@ -184,11 +199,31 @@ def _new_head(target: CausalLM, *, seed: int) -> _HeadModules:
 
 def published_tensors(head: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
     """The head's tensors under their published names, on the CPU."""
+    return {name: stored(tensor) for name, tensor in _by_published_name(head, spec).items()}
+
+
+@torch.no_grad()
+def _take_over(head: nn.Module, files: HeadFiles, spec: ModelSpec) -> None:
+    """Give the head the weights of these files. Raises UnsupportedError for tensors that it has not."""
+    files.check_fit(spec)
+    wanted = _by_published_name(head, spec)
+    for name, tensor in wanted.items():
+        if files.is_eagle3 or files.has("fc.bias") or files.shape(name) != tuple(tensor.shape):
+            raise UnsupportedError(
+                f"training cannot begin with this head: `{name}` is {list(files.shape(name))}, "
+                f"what is trained has {list(tensor.shape)} and no biases",
+                hint="leave out --from",
+            )
+        tensor.copy_(files.tensor(name))
+
+
+def _by_published_name(head: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
+    """The head's parameters, fused ones as views of their parts, under their published names."""
     parameters: Mapping[str, Tensor] = dict(head.named_parameters())
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     queries, keys, values = parameters["layer.qkv.weight"].split((q, kv, kv))
     gate, up = parameters["layer.gate_up.weight"].chunk(2)
-    named = {
+    return {
         "fc.weight": parameters["fc.weight"],
         "layers.0.self_attn.q_proj.weight": queries,
         "layers.0.self_attn.k_proj.weight": keys,
@@ -199,7 +234,6 @@ def published_tensors(head: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
         "layers.0.mlp.down_proj.weight": parameters["layer.down.weight"],
         "layers.0.post_attention_layernorm.weight": parameters["layer.mlp_norm"],
     }
-    return {name: stored(tensor) for name, tensor in named.items()}
 
 
 def stored(tensor: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ EVAL_NODES, EVAL_DEPTH, EVAL_TOP_K, EVAL_DRAFT = 60, 6, 10, 5
 EVAL_TEMPERATURES = (0.0, 1.0)
 
 
-def eagle2_pipeline(recipe: Recipe, target: CausalLM, head: EagleHead, tokenizer: Tokenizer, *, context: int) -> Pipeline:
+def eagle2_pipeline(
+    recipe: Recipe, target: CausalLM, head: EagleHead, tokenizer: Tokenizer, *, context: int
+) -> Pipeline:
     """The target with its head, drafting the tree that heads are judged by."""
     tree = {"nodes": EVAL_NODES, "depth": EVAL_DEPTH, "top_k": EVAL_TOP_K}
     judged = recipe.model_copy(update={"drafter": recipe.drafter.model_copy(update=tree)})
@@ -36,9 +38,7 @@ def sequence_pipeline(
     draft = recipe.pipeline.model_copy(update={"draft_length": EVAL_DRAFT})
     judged = recipe.model_copy(update={"pipeline": draft})
     slots = context + MAX_NODES
-    parts = Parts(
-        Seat(target, target.new_cache(slots)), intermediate=Seat(intermediate, intermediate.new_cache(slots))
-    )
+    parts = Parts(Seat(target, target.new_cache(slots)), intermediate=Seat(intermediate, intermediate.new_cache(slots)))
     return _pipeline(judged, parts, tokenizer, context, name="sequence")
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specq.models.causal_lm import CausalLM
-from specq.train.batch import BatchedForward, causal, pad
+from specq.train.batch import BatchedForward, causal, pad, table_rows
 
 CHECK_EVERY = 16
 """Steps between two looks at which answers are finished: each look waits for the device."""
@@ -64,9 +64,9 @@ class AnswerWriter:
         tokens = pad(prompts).to(self.model.device)
         batch, length = tokens.shape
         self._forward.rope.grow(cache.slots)
-        rope = self._rope(torch.arange(length, device=tokens.device).repeat(batch))
+        rope = table_rows(self._forward.rope, torch.arange(length, device=tokens.device).repeat(batch))
         x = self.model.embed(tokens.flatten())
-        for i, layer in enumerate(self.model.layers):
+        for i, layer in enumerate(self._forward.layers):
             q, k, v = layer.project(layer.normed(x), rope, "a16")
             q, k, v = (part.view(batch, length, -1, part.shape[-1]).transpose(1, 2) for part in (q, k, v))
             cache.k[i][:, :, :length], cache.v[i][:, :, :length] = k, v
@@ -80,9 +80,9 @@ class AnswerWriter:
         positions = cache.lengths.clone()
         cache.advance()
         masks = {window: cache.seen(positions, window) for window in set(self.model.spec.sliding_windows)}
-        batch, rope = len(next_ids), self._rope(positions)
+        batch, rope = len(next_ids), table_rows(self._forward.rope, positions)
         x = self.model.embed(next_ids)
-        for i, layer in enumerate(self.model.layers):
+        for i, layer in enumerate(self._forward.layers):
             q, k, v = layer.project(layer.normed(x), rope, "a16")
             cache.k[i][cache.numbers, :, positions] = k
             cache.v[i][cache.numbers, :, positions] = v
@@ -93,10 +93,6 @@ class AnswerWriter:
             out = F.scaled_dot_product_attention(rows, seen_k, seen_v, attn_mask=mask)
             x = layer.finish(x, out.reshape(batch, -1), "a16")
         return self.model.logits(self._forward.normed(x))
-
-    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        table = self._forward.rope
-        return table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1)
 
     def _choose(self, logits: Tensor, temperature: float, draws: torch.Generator) -> Tensor:
         """int64 [batch]: the argmax, or a sample of softmax(logits / temperature)."""

@@ -16,17 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specq.checkpoint import ModelSpec
-from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
 from specq.models.inventory import EMBEDDING, HEAD, NORM
 from specq.models.layers import DecoderLayer
 from specq.quant.linear import DenseLinear
 from specq.recipe import DistillSection
-from specq.train.batch import BatchedForward
+from specq.train.batch import BatchedForward, decoder_layers
 from specq.train.data import Batch
 from specq.train.eagle import output_matrix, stored
 from specq.train.soft_loss import soft_cross_entropy, teacher_distribution, top1_agreement
-
 
 
 @torch.no_grad()
@@ -47,13 +45,8 @@ def layer_importance(target: CausalLM, batches: Sequence[Batch]) -> list[float]:
 
 
 def choose_layers(importance: Sequence[float], count: int) -> list[int]:
-    """The `count` most important layers in their order; the first and the last are always among them.
-
-    Raises UsageError when there are not that many to leave out.
-    """
+    """The `count` most important layers (fewer than all) in their order; the first and the last are among them."""
     layers = len(importance)
-    if not 1 <= count < layers:
-        raise UsageError(f"{count} layers cannot be cut from a model of {layers}", hint=f"give --layers 1 to {layers - 1}")
     ends = [0, layers - 1][:count]
     inner = sorted(range(1, layers - 1), key=lambda layer: importance[layer], reverse=True)
     return sorted([*ends, *inner[: count - len(ends)]])
@@ -68,8 +61,10 @@ class IntermediateTask:
         self._output = output_matrix(target)
         self.student = cut_model(target, layers)
         self._forward = BatchedForward(self.student)
-        trained = [("norm", self.student.norm), *self.student.layers.named_parameters("layers")]
-        self.parameters = {name: parameter.requires_grad_() for name, parameter in trained}
+        # Embedding and output head are the target's own and stay as they are.
+        self.parameters = {"norm": self.student.norm, **dict(self.student.layers.named_parameters("layers"))}
+        for parameter in self.parameters.values():
+            parameter.requires_grad_()
 
     def loss(self, batch: Batch, draws: torch.Generator, *, measure: bool) -> tuple[Tensor, list[Tensor]]:
         """See Task."""
@@ -103,7 +98,7 @@ def cut_model(target: CausalLM, layers: Sequence[int]) -> CausalLM:
     """A model of copies of these layers, dense, over the target's own embedding and head."""
     windows = tuple(target.spec.sliding_windows[layer] for layer in layers)
     spec = replace(target.spec, layers=len(layers), sliding_windows=windows, quantization=None)
-    copies = [_copy_layer(target.layers[layer], target) for layer in layers]
+    copies = [_copy_layer(decoder_layers(target)[layer], target) for layer in layers]
     return CausalLM(
         spec, embedding=target.embedding.data, layers=copies, norm=target.norm.detach().clone(), head=target.head
     )
@@ -135,15 +130,20 @@ def _copy_layer(layer: DecoderLayer, target: CausalLM) -> DecoderLayer:
 
 def model_tensors(model: CausalLM) -> dict[str, Tensor]:
     """Every tensor of a dense model under its Hugging Face name, on the CPU."""
-    spec, named = model.spec, {EMBEDDING: model.embedding, NORM: model.norm}
+    spec = model.spec
+    named: dict[str, Tensor] = {EMBEDDING: model.embedding, NORM: model.norm}
     if not spec.tie_embeddings:
         named[HEAD] = output_matrix(model)
-    for number, layer in enumerate(model.layers):
+    for number, layer in enumerate(decoder_layers(model)):
         prefix = f"model.layers.{number}."
+        assert layer.attention_norm is not None
         named[f"{prefix}input_layernorm.weight"] = layer.attention_norm
         named[f"{prefix}post_attention_layernorm.weight"] = layer.mlp_norm
         if layer.has_head_norms:
-            named |= {f"{prefix}self_attn.q_norm.weight": layer.q_norm, f"{prefix}self_attn.k_norm.weight": layer.k_norm}
+            named |= {
+                f"{prefix}self_attn.q_norm.weight": layer.q_norm,
+                f"{prefix}self_attn.k_norm.weight": layer.k_norm,
+            }
         named |= {f"{prefix}{name}": tensor for name, tensor in _products(layer, spec)}
     return {name: stored(tensor.to(model.dtype)) for name, tensor in named.items()}
 

@@ -91,7 +91,7 @@ def train(
         measure = progress.step % MEASURE_EVERY == 0
         draws = torch.Generator(device).manual_seed((settings.seed << 32) + progress.step)
         loss, agreement = task.loss(batch, draws, measure=measure)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step(rate)
         progress.step += 1
         progress.tokens += len(batch.positions)

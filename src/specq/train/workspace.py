@@ -37,6 +37,7 @@ class Workspace:
         """Make the staged files the output, and drop what else the run left."""
         staged = self.folder / "finished"
         for file in staged.iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner only
             with open(file, "rb+") as handle:
                 os.fsync(handle.fileno())
         if self.output.exists():

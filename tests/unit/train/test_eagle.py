@@ -88,7 +88,9 @@ def test_loss_is_the_two_losses_weighted_by_depth(target) -> None:
                 terms.append(0.7 * ce + 0.3 * smooth)
         parts.append(torch.stack(terms).mean())
     expected = (parts[0] + 0.5 * parts[1]) / 1.5
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)  # the cross-entropy is summed in fp32
+    assert float(loss.detach()) == pytest.approx(
+        float(expected.detach()), rel=1e-5
+    )  # the cross-entropy is summed in fp32
     assert len(agreement) == 2
 
 

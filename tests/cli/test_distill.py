@@ -1,0 +1,159 @@
+"""`specq distill`: from prompts to a drafter that the pipelines load, and what stops it before it begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import tiny_config, write_model
+from safetensors.torch import load_file
+
+SMALL = (
+    *("--set", "distill.max_prompts=8", "--set", "distill.max_new_tokens=12", "--set", "distill.length=160"),
+    *("--set", "distill.batch_tokens=512", "--set", "distill.held_out=2", "--set", "distill.eval_tokens=8"),
+    *("--set", "distill.learning_rate=0.003", "--set", "distill.steps=3", "--device", "cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("models") / "target", tiny_config(num_hidden_layers=3)))
+
+
+def test_a_head_is_trained_measured_and_loads(call, target, tmp_path) -> None:
+    done = call("distill", target, "--kind", "eagle", "-o", tmp_path / "head", "--steps", "5", *SMALL, "--json")
+    assert (done.code, done.err) == (0, "")
+    manifest = json.loads(done.out)
+    assert [(r["pipeline"], r["temperature"], r["prompts"]) for r in manifest["evaluation"]] == [
+        ("eagle2", 0.0, 2),
+        ("eagle2", 1.0, 2),
+    ]
+    assert all(result["accept_len"] >= 1.0 for result in manifest["evaluation"])
+    assert manifest["training"]["steps"] == 5
+    assert len(manifest["training"]["curve"][0]["top1"]) == 4
+    written = json.loads((tmp_path / "head" / "specq_head.json").read_text())
+    assert written == {key: value for key, value in manifest.items() if key != "folder"}
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert f"| eagle2 | 0 | 2 | 16 | {manifest['evaluation'][0]['accept_len']} |" in card
+    answer = call("run", target, "hello", "--pipeline", "eagle2", "--drafter", tmp_path / "head", *ANSWER)
+    plain = call("run", target, "hello", "--pipeline", "plain", *ANSWER)
+    assert (answer.code, json.loads(answer.out)["token_ids"]) == (0, json.loads(plain.out)["token_ids"])
+    assert call("check", target, tmp_path / "head").code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".head.specq.lock", "head"]
+
+
+ANSWER = ("--max-new-tokens", "12", "--temperature", "0", "--dtype", "float32", "--json")
+
+
+def test_an_intermediate_is_an_ordinary_model(call, target, tmp_path) -> None:
+    folder = tmp_path / "small"
+    done = call("distill", target, "--kind", "intermediate", "--layers", "2", "-o", folder, "--steps", "5", *SMALL)
+    assert done.code == 0
+    assert [line.split()[:3] for line in done.out.splitlines()] == [
+        ["sequence", "temperature", "0"],
+        ["sequence", "temperature", "1"],
+    ]
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    manifest = json.loads((folder / "specq_intermediate.json").read_text())
+    assert manifest["layers"][0] == 0
+    assert manifest["layers"][-1] == 2
+    assert len(manifest["importance_kl"]) == 3
+    answer = call("run", target, "hello", "--pipeline", "sequence", "--intermediate", folder, *ANSWER)
+    plain = call("run", target, "hello", "--pipeline", "plain", *ANSWER)
+    assert json.loads(answer.out)["token_ids"] == json.loads(plain.out)["token_ids"]
+    assert call("run", folder, "hello", *ANSWER).code == 0
+
+
+def test_a_trimmed_head_drafts_only_its_ids(call, target, tmp_path) -> None:
+    arguments = ("--kind", "eagle", "-o", tmp_path / "head", "--steps", "2", "--trim-vocab", "40")
+    assert call("distill", target, *arguments, *SMALL).code == 0
+    assert len(load_file(tmp_path / "head" / "model.safetensors")["d2t"]) == 40
+    answer = call("run", target, "hello", "--pipeline", "eagle2", "--drafter", tmp_path / "head", *ANSWER)
+    assert answer.code == 0
+
+
+def test_training_begins_with_a_given_head(call, target, tmp_path) -> None:
+    def train(name: str, *arguments: object) -> dict[str, Any]:
+        done = call("distill", target, "--kind", "eagle", "-o", tmp_path / name, *arguments, *SMALL, "--json")
+        return json.loads(done.out)["training"]["curve"][0]
+
+    first = train("first", "--steps", "60")
+    assert train("second", "--steps", "1", "--from", tmp_path / "first")["loss"] < first["loss"] - 0.2
+    config = tmp_path / "first" / "config.json"
+    wrong = write_model(tmp_path / "other", tiny_config(hidden_size=32, head_dim=16))
+    done = call("distill", wrong, "--kind", "eagle", "-o", tmp_path / "third", "--from", config.parent, *SMALL)
+    assert done.code == 6
+    assert "the head's fc is [64, 128] and the target's hidden size is 32" in done.err
+
+
+def test_prompts_of_a_file_are_used_and_evaluation_has_its_own(call, target, tmp_path) -> None:
+    (tmp_path / "train.txt").write_text("\n".join(f"count to {i}" for i in range(6)))
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "sing"}\n')
+    files = ("--prompts", tmp_path / "train.txt", "--eval-prompts", tmp_path / "eval.jsonl")
+    done = call("distill", target, "--kind", "eagle", "-o", tmp_path / "h", "--steps", "1", *files, *SMALL, "--json")
+    manifest = json.loads(done.out)
+    assert manifest["training"]["sequences"] == 12  # six prompts at two temperatures
+    assert manifest["evaluation"][0]["prompts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--kind", "intermediate"), "an intermediate needs a number of layers"),
+        (("--kind", "intermediate", "--layers", "3"), "3 layers cannot be cut from a model of 3"),
+        (("--kind", "intermediate", "--layers", "2", "--trim-vocab", "9"), "--trim-vocab is for EAGLE heads"),
+        (("--kind", "eagle", "--trim-vocab", "5000"), "--trim-vocab 5000 leaves nothing out"),
+        (("--kind", "eagle", "--layers", "2"), "a head has no layers to choose"),
+        (("--kind", "eagle", "--prompts", "nowhere.txt"), "there is no file of prompts `nowhere.txt`"),
+        (("--kind", "eagle", "--set", "distill.rate=1"), "unknown key `distill.rate`"),
+        (("--kind", "tree"), "invalid value for `--kind`"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_written(call, target, tmp_path, arguments, message) -> None:
+    done = call("distill", target, "-o", tmp_path / "out", *arguments, *SMALL)
+    assert done.code == 2
+    assert message in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_not_replaced_unasked(call, target, tmp_path) -> None:
+    (tmp_path / "kept").write_text("mine")
+    arguments = ("distill", target, "--kind", "eagle", "-o", tmp_path, "--steps", "1", *SMALL)
+    done = call(*arguments)
+    assert (done.code, (tmp_path / "kept").read_text()) == (2, "mine")
+    assert "is not empty" in done.err
+    assert call(*arguments, "--overwrite").code == 0
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_killed_run_goes_on_and_other_settings_are_refused(call, target, tmp_path) -> None:
+    output = tmp_path / "head"
+    workspace = tmp_path / ".head.specq"
+    command = ("distill", target, "--kind", "eagle", "-o", str(output), *SMALL)
+    script = (
+        "import sys, specq.train.loop as loop\nloop.SAVE_SECONDS = 0.0\n"
+        "from specq.cli.app import entry\nsys.argv = ['specq', *sys.argv[1:]]\nentry()"
+    )
+    arguments = [sys.executable, "-c", script, *command, "--steps", "100000"]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+    deadline = time.monotonic() + 90
+    while not (workspace / "checkpoint.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (workspace / "checkpoint.safetensors").exists()
+    assert not output.exists()
+    other = call(*command, "--steps", "7")
+    assert other.code == 2
+    assert "has other settings: steps was `100000`, now `7`" in other.err
+    done = call(*command, "--steps", "7", "--overwrite", "--json")
+    assert json.loads(done.out)["training"]["steps"] == 7
+    assert Path(output, "README.md").is_file()
+    assert not workspace.exists()
