@@ -26,9 +26,9 @@ SMALLEST, LARGEST = 0.45, 1.06
 FIRST_DAMPING, LAST_DAMPING = 0.01, 1.0
 """Shares of the mean diagonal added to a Hessian: the usual one, and where raising it tenfold ends."""
 
-DRIFT_SHARE, RESIDUAL_SHARE = 0.5, 0.5
-"""How much of what a product's inputs and its residual stream lack is made up for; all of it fits the calibration
-text too closely."""
+SHRINKAGE = 8.0
+"""What outputs lack is made up for by rows / (rows + SHRINKAGE * columns) of it: with few rows of calibration text for
+each column, all of it would fit that text and no other."""
 
 LEAST_SCALE = 2.0**-24
 """fp16's smallest positive number, the scale of a group of zeros."""
@@ -91,17 +91,17 @@ class InputMoments:
         return self._inputs.div_(max(self._rows, 1))
 
     def shortfall(self, weight: Tensor) -> Tensor | None:
-        """fp32 [N, K]: the mean of d x^T, d being what the outputs of `weight` [N, K] lack of the original model's.
+        """fp32 [N, K]: the mean of d x^T, shrunk; d is what outputs of `weight` [N, K] lack of the original model's.
 
         None where no drift was told. Ends the collection and frees what it took.
         """
         if self._drift is None:
             return None
-        lacking = (weight.float() @ self._drift).mul_(DRIFT_SHARE)
+        lacking = weight.float() @ self._drift
         if self._residual is not None:
-            lacking.add_(self._residual, alpha=RESIDUAL_SHARE)
+            lacking.add_(self._residual)
         self._drift = self._residual = None
-        return lacking.div_(self._rows)
+        return lacking.div_(self._rows + SHRINKAGE * lacking.shape[1])
 
 
 def _as_rows(x: Tensor) -> Tensor:
