@@ -18,6 +18,9 @@ from specq.quant.linear import RescoredLinear, has_fast_bfloat16, int4_group, ma
 from specq.quant.packed import PackedWeight, concat_rows
 from specq.tensors import WeightSource, gguf_config, open_weights
 
+INT4_HIDDEN = 1024
+"""Hidden size from which a 4-bit model keeps its matrices packed on a CPU by default."""
+
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -63,7 +66,7 @@ def check_memory(models: Sequence[tuple[ModelSpec, Path, int]], *, device: str, 
 def estimate_memory(spec: ModelSpec, path: Path, context: int, *, device: str, dtype: str) -> MemoryEstimate:
     """What the model of these weights takes on the device with a cache of `context` tokens."""
     packed = frozenset[str]()
-    if keeps_4_bits(dtype, device):
+    if keeps_4_bits(spec, dtype=dtype, device=device):
         source = open_weights(path, spec)
         packed = frozenset(
             name
@@ -73,9 +76,16 @@ def estimate_memory(spec: ModelSpec, path: Path, context: int, *, device: str, d
     return estimate_bytes(spec, dtype=choose_dtype(dtype, spec, device), context=context, packed=packed)
 
 
-def keeps_4_bits(dtype: str, device: str) -> bool:
-    """Whether 4-bit matrices stay packed: on a CPU they do unless a dtype is asked for, then they are exact."""
-    return device == "cpu" and dtype in ("auto", "bfloat16")
+def keeps_4_bits(spec: ModelSpec, *, dtype: str, device: str) -> bool:
+    """Whether a 4-bit model's matrices stay packed on this device; they are dequantised once where they do not.
+
+    On a CPU they do in wide models and wherever bfloat16 is asked for. A narrow model, whose fp32 weights are small,
+    is exact by default: the bf16 x of torch's int4 product moves the logits of SmolLM2-135M by 1.5 % and with them one
+    greedy token in 30.
+    """
+    if device != "cpu" or spec.quantization is None:
+        return False
+    return dtype == "bfloat16" or (dtype == "auto" and spec.hidden >= INT4_HIDDEN)
 
 
 def choose_dtype(name: str, spec: ModelSpec, device: str) -> torch.dtype:
@@ -95,9 +105,9 @@ class _Builder:
     def __init__(self, spec: ModelSpec, source: WeightSource, device: str, dtype: str) -> None:
         self.spec, self.source, self.device = spec, source, torch.device(device)
         self.dtype = choose_dtype(dtype, spec, device)
-        self.use_int4 = keeps_4_bits(dtype, device)
+        self.use_int4 = keeps_4_bits(spec, dtype=dtype, device=device)
         # Beside int4 products, whose x is bf16, an fp32 head would be the slowest part.
-        self.use_rescored_head = self.use_int4 and spec.quantization is not None and has_fast_bfloat16()
+        self.use_rescored_head = self.use_int4 and has_fast_bfloat16()
 
     def model(self) -> CausalLM:
         if self.spec.tie_embeddings:

@@ -125,7 +125,10 @@ def test_tied_config_wins_over_a_head_in_the_file() -> None:
     ],
     ids=["all", "groups that differ", "one dense"],
 )
-def test_4_bit_matrices_give_the_logits_of_their_values(group_of: Callable[[str], int | None], kind: type) -> None:
+def test_4_bit_matrices_give_the_logits_of_their_values(
+    group_of: Callable[[str], int | None], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specq.models.loader.INT4_HIDDEN", 0)
     config = config_for_groups()
     source = PartlyPacked(random_weights(config), group_of)
     spec = ModelSpec.from_config(config)
@@ -151,7 +154,8 @@ def test_4_bit_folders_give_the_logits_of_their_values(tmp_path: Path, stored: s
     values = weights | {name: matrix.dequantize() for name, matrix in matrices.items()}
     expected = logits(tiny_model(config, weights=values))
     torch.testing.assert_close(logits(load_model(folder, dtype="float64")), expected, atol=1e-11, rtol=0)
-    assert isinstance(load_model(folder).layers[0].gate_up, Int4Linear)
+    assert isinstance(load_model(folder, dtype="bfloat16").layers[0].gate_up, Int4Linear)
+    assert torch.equal(logits(load_model(folder)), logits(load_model(folder, dtype="float32")))
 
 
 def test_a_dtype_that_is_asked_for_is_exact() -> None:
