@@ -37,23 +37,26 @@ class Grid:
     prefill: int
 
     @classmethod
-    def of(cls, device: torch.device, *, context: int, tree: Tree) -> Grid:
-        """The grid for this device, up to the recipe's context and with the recipe's tree in it.
+    def of(cls, device: torch.device, *, context: int, tree: Tree | None) -> Grid:
+        """The grid for this device, up to the recipe's context and with the tree in it that the recipe asks for.
 
-        A GPU pads to buckets, so those are measured; a CPU runs every count as it is and has time for two contexts.
+        A GPU pads to buckets, so those are measured; a CPU runs every count as it is and has time for two contexts
+        and for small trees, since every row costs there.
         """
-        sequences: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
-        trees: tuple[int, ...] = (4, 8, 16, 32)
+        sequences: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 16)
+        trees: tuple[int, ...] = (2, 3, 4, 6, 8, 16, 32)
         contexts: tuple[int, ...] = (64, 512)
-        depths: tuple[int, ...] = (1, 2, 3, 4, 6)
-        prefill = 128
+        depths: tuple[int, ...] = (1, 2, 3, 5)
+        top_ks, prefill = {1, 4}, 128
         if device.type == "cuda":
             sequences, trees = tuple(sorted({*BUCKETS, 3, 5, 6, 12, 48})), (4, 8, 16, 24, 32, 48, 64)
-            contexts, depths, prefill = (128, 1024, 4096, context), (1, 2, 3, 4, 5, 6, 8), PREFILL_CHUNK
+            contexts, depths = (128, 1024, 4096, context), (1, 2, 3, 4, 5, 6, 8)
+            top_ks, prefill = {1, 4, 10}, PREFILL_CHUNK
         fitting = sorted({min(c, context - 1) for c in contexts})
-        top_ks = tuple(sorted({tree.top_k, min(4, tree.top_k)}))
-        depths, trees = tuple(sorted({*depths, tree.depth})), tuple(sorted({*trees, tree.nodes}))
-        return cls(sequences, trees, tuple(fitting), depths, top_ks, min(prefill, fitting[-1]))
+        if tree is not None:
+            top_ks.add(tree.top_k)
+            depths, trees = tuple(sorted({*depths, tree.depth})), tuple(sorted({*trees, tree.nodes}))
+        return cls(sequences, trees, tuple(fitting), depths, tuple(sorted(top_ks)), min(prefill, fitting[-1]))
 
     def at(self, context: int) -> Grid:
         """The same at one context."""
@@ -138,13 +141,14 @@ def tree_of(tokens: Sequence[int], *, device: torch.device) -> DraftTree:
 
 
 def drafted_trees(grid: Grid) -> list[Tree]:
-    """The trees whose verification and drafting the grid times."""
-    return [
+    """The trees whose verification and drafting the grid times; with one child a node only the whole chain."""
+    chains = [Tree(depth + 1, depth, 1) for depth in grid.depths if 1 in grid.top_ks]
+    return chains + [
         Tree(nodes, depth, top_k)
         for top_k in grid.top_ks
         for depth in grid.depths
         for nodes in grid.trees
-        if depth < nodes <= 1 + top_k + (depth - 1) * top_k**2
+        if top_k > 1 and depth < nodes <= 1 + top_k + (depth - 1) * top_k**2
     ]
 
 

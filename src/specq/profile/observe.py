@@ -11,7 +11,7 @@ from time import perf_counter
 
 from specq.profile.acceptance import Acceptance, Rates, TreeRound, count_rates, tree_rates
 from specq.profile.cost import Tree
-from specq.profile.predict import Candidate, Measured
+from specq.profile.predict import LOOKUP_LENGTHS, Candidate, Measured
 from specq.recipe import Recipe
 from specq.spec.decision import with_settings
 from specq.spec.pipelines import PIPELINES, Parts
@@ -94,6 +94,8 @@ class Observation:
         drafting = [r for run in self.lookup for r in run.rounds if r.drafted]
         rounds = sum(len(run.rounds) for run in self.lookup)
         lookup, share = _chain_rates(drafting), len(drafting) / rounds if rounds else 0.0
+        if rounds and lookup is None:  # it ran and found nothing
+            lookup = Rates((0.0,) * max(LOOKUP_LENGTHS), rounds)
         if "lookup" in by_hand:
             lookup, share = by_hand["lookup"], 1.0
         return Acceptance(
@@ -123,6 +125,8 @@ def observe(
         for candidate, kind in tasks:
             if number > 0 and perf_counter() - began > seconds:
                 return
+            if number > 1 and kind == "plain":  # only its loop is wanted, and it runs again in the end
+                continue
             on_run(f"acceptance: {candidate.pipeline} on prompt {number + 1} of {len(prompts)}")
             _run_task(setting, candidate, kind, prompt, found)
             found.contexts.append(len(prompt) + setting.max_new_tokens // 2)

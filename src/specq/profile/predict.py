@@ -177,10 +177,11 @@ def sequence_rounds(costs: CostModel, acceptance: Acceptance, context: float) ->
 def eagle2_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
     target = costs.steps["target"]
     for tree, rates in _measured(costs, "target_head", acceptance.eagle2):
-        if tree.nodes > target.most(TREE):
+        form = form_of(tree)
+        if tree.nodes > target.most(form):
             continue
         draft = costs.draft("target_head", tree, context)
-        verify = target.step(tree.nodes, context, form=TREE)
+        verify = target.step(tree.nodes, context, form=form)
         yield (
             Candidate("eagle2", _tree_settings(tree)),
             _round(costs, 1 + rates.accepted(tree.depth), rates.error(tree.depth), draft, verify),
@@ -193,11 +194,12 @@ def hierarchical_rounds(costs: CostModel, acceptance: Acceptance, context: float
     if outer is None or inner is None:
         return
     for tree, rates in _measured(costs, "intermediate_head", acceptance.inner):
-        if tree.nodes + 1 > inner.most(TREE):
+        form = form_of(tree)
+        if tree.nodes + 1 > inner.most(form):
             continue
-        step = inner.step(tree.nodes, context, form=TREE)
+        step = inner.step(tree.nodes, context, form=form)
         # With two pending tokens the tree of the first round has one row more, which may cost the next bucket.
-        late = inner.step(tree.nodes + 1, context, form=TREE)
+        late = inner.step(tree.nodes + 1, context, form=form)
         for min_draft in MIN_DRAFTS:
             rounds, lengths = draft_lengths(rates.chances(tree.depth), min_draft)
             longest = max(lengths)
@@ -223,6 +225,11 @@ PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
     "eagle2": eagle2_rounds,
     "hierarchical": hierarchical_rounds,
 }
+
+
+def form_of(tree: Tree) -> str:
+    """How a tree is verified: with one child a node it is a sequence."""
+    return SEQUENCE if tree.top_k == 1 else TREE
 
 
 def draft_lengths(chances: Sequence[float], at_least: int) -> tuple[float, dict[int, float]]:

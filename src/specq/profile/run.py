@@ -142,9 +142,10 @@ def profile(
 
 def _load(request: Request, on_progress: Callable[[str], None]) -> Pipeline:
     """The models, with room for the largest tree that is tried; `auto` would only look for the profile made here."""
-    recipe, wanted = request.recipe, request.recipe.pipeline.name
+    drafter, wanted = request.recipe.drafter, request.recipe.pipeline.name
+    largest = (("drafter.depth", max(8, drafter.depth)), ("drafter.top_k", max(10, drafter.top_k)))
     return load_pipeline(
-        with_settings(recipe, [("drafter.depth", max(8, recipe.drafter.depth))]),
+        with_settings(request.recipe, largest),
         pipeline="hierarchical" if wanted == "hierarchical" else "plain",
         device=request.device,
         dtype=request.dtype,
@@ -172,7 +173,8 @@ class _Run:
         self.seen = Observation()
         recipe = request.recipe
         self.recipe_tree = Tree(recipe.drafter.nodes, recipe.drafter.depth, recipe.drafter.top_k)
-        self.grid = Grid.of(self.device, context=pipeline.context, tree=self.recipe_tree)
+        asked = {"nodes", "depth", "top_k"} & recipe.drafter.model_fields_set or request.by_hand
+        self.grid = Grid.of(self.device, context=pipeline.context, tree=self.recipe_tree if asked else None)
         self.setting = Setting(
             parts=self.parts,
             recipe=recipe,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,8 @@ def test_the_grid_of_a_gpu_holds_every_bucket_and_no_context_past_the_recipe() -
         assert max(grid.contexts) < context
         assert 30 in grid.trees
         assert (5 in grid.depths, 10 in grid.top_ks) == (True, True)
+        assert Tree(30, 5, 10) in drafted_trees(grid)
+        assert Grid.of(torch.device(device), context=context, tree=None).sequences == grid.sequences
         assert set(BUCKETS) <= {*grid.sequences, *grid.trees, 64}
 
 
@@ -121,7 +124,9 @@ def test_trees_that_are_timed_are_trees_and_can_hold_their_nodes() -> None:
     tree = tree_of(list(range(20)), device=CPU)
     assert not tree.is_chain
     assert int(tree.depths().max()) == 2
-    assert all(tree.nodes <= 1 + tree.top_k + (tree.depth - 1) * tree.top_k**2 for tree in drafted_trees(GRID))
+    grid = replace(GRID, top_ks=(1, 4))
+    assert all(tree.nodes <= 1 + tree.top_k + (tree.depth - 1) * tree.top_k**2 for tree in drafted_trees(grid))
+    assert [tree for tree in drafted_trees(grid) if tree.top_k == 1] == [Tree(2, 1, 1), Tree(4, 3, 1)]
 
 
 def test_every_step_and_drafting_of_every_model_is_timed(parts: Parts) -> None:
@@ -189,6 +194,15 @@ def test_expected_tokens_are_those_of_the_rounds_seen(parts: Parts) -> None:
         accepted = [len(r.path) for r in seen[4]]
         assert rates[tree].accepted(3) == pytest.approx(sum(accepted) / len(accepted), rel=0.05)
     assert found.loop_ms >= 0
+
+
+def test_lookup_that_found_nothing_is_known_to_find_nothing(parts: Parts) -> None:
+    found = Observation()
+    never = replace(setting(parts), recipe=Recipe.model_validate({"target": "x", "pipeline": {"min_ngram": 16}}))
+    never.recipe.pipeline.max_ngram = 16
+    observe(never, [[1, 2, 3]], [TASKS[1]], found, seconds=60)
+    acceptance = found.acceptance([], {}, Tree(16, 3, 4))
+    assert (acceptance.lookup_share, acceptance.lookup.accepted(5)) == (0.0, 0.0)
 
 
 def test_no_time_means_one_prompt_for_every_task(parts: Parts) -> None:

@@ -117,6 +117,14 @@ def test_a_four_bit_target_turns_the_tree_into_a_sequence() -> None:
     assert explain(found).startswith("hierarchical (nodes 30, depth 3, top_k 10, min_draft ")
 
 
+def test_a_head_that_drafts_one_child_a_node_is_verified_as_a_sequence() -> None:
+    target = steps({1: 1.0, 2: 1.0, 4: 1.0}, tree={2: 3.0, 4: 3.0})
+    costs = CostModel({"target": target}, {"target_head": {(3, top_k): timing(1.0) for top_k in (1, 2)}})
+    found = make_plan(costs, Acceptance(eagle2={Tree(4, 3, 1): rates(0.8), Tree(4, 3, 2): rates(0.9)}))
+    assert dict(found.winner.candidate.settings)["drafter.top_k"] == 1
+    assert found.winner.verify_ms == pytest.approx(10.0)
+
+
 def test_a_free_drafter_drafts_as_far_as_verification_stays_flat() -> None:
     target = steps({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 2.5})
     costs = CostModel({"target": target}, lookup=timing(0.0))
