@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve
@@ -13,8 +14,8 @@ from specq.spec.decision import with_settings
 
 Rows = list[tuple[str, ...]]
 Section = tuple[str, Rows]
-MOST_RANKED = 12
-"""Candidates shown of all that were ranked; each pipeline's best is always among them."""
+MOST_RANKED = 4
+"""Candidates shown of each pipeline; JSON has them all."""
 
 
 def sections(profile: Profile) -> list[Section]:
@@ -27,7 +28,8 @@ def sections(profile: Profile) -> list[Section]:
     if profile.splits:
         found.append(("where a step's time goes", _split_rows(profile.splits)))
     if rates := _acceptance_rows(profile):
-        found.append((f"acceptance on {profile.num_prompts} prompts, by position or depth", rates))
+        on = f"{profile.num_prompts} prompt{'s' if profile.num_prompts != 1 else ''}"
+        found.append((f"acceptance on {on}, by position or depth", rates))
     if profile.plan is not None:
         found.append((f"predicted at {profile.plan.context} tokens of context", ranking_rows(profile.plan)))
         if profile.plan.refused:
@@ -57,8 +59,12 @@ def curve_section(role: str, curve: StepCurve) -> Section:
 
 def ranking_rows(plan: Plan) -> Rows:
     """Candidates, fastest first: what they are predicted to do and by how much they lose to the first."""
-    best = plan.best_of_each()
-    shown = [p for p in plan.ranking if p in best or p in plan.ranking[:MOST_RANKED]]
+    counts: Counter[str] = Counter()
+    shown = []
+    for prediction in plan.ranking:
+        counts[prediction.candidate.pipeline] += 1
+        if counts[prediction.candidate.pipeline] <= MOST_RANKED:
+            shown.append(prediction)
     rows: Rows = [("pipeline", "tokens/s", "against plain", "behind", "accept length", "round", "memory", "sizes")]
     fastest = plan.ranking[0].tokens_per_s
     return rows + [_ranking_row(p, fastest) for p in shown]
