@@ -75,7 +75,7 @@ def download(repo_id: str, revision: str | None, *, progress: Progress | None = 
     try:
         info = huggingface_hub.HfApi().model_info(repo_id, revision=revision, files_metadata=True)
         return _fetch(repo_id, revision, info, progress)
-    except (errors.HFValidationError, _transport_error(), OSError) as error:
+    except (errors.HFValidationError, transport_error(), OSError) as error:
         problem = _explain(error, repo_id, revision)
     folder = cached_snapshot(repo_id, revision) if isinstance(problem, OfflineError) else None
     if folder is None:
@@ -95,7 +95,7 @@ def fetch_description(repo_id: str, revision: str | None) -> Path:
                 repo_id, revision=revision, allow_patterns=list(DESCRIPTION_FILES)
             )
         return Path(folder)
-    except (errors.HFValidationError, _transport_error(), OSError) as error:
+    except (errors.HFValidationError, transport_error(), OSError) as error:
         raise _explain(error, repo_id, revision) from error
 
 
@@ -195,8 +195,8 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _transport_error() -> type[Exception]:
-    # the base of connection errors in the HTTP library that this version of the client was built on
+def transport_error() -> type[Exception]:
+    """The base of all errors of the HTTP library that this version of the Hub's client was built on."""
     return next(base for base in errors.HfHubHTTPError.__mro__ if base.__module__.startswith("httpx"))
 
 

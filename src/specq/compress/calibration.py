@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specq.errors import OfflineError, SpecqError, UsageError
+from specq.errors import AccessError, OfflineError, SpecqError, UsageError
 from specq.hub import is_offline
 from specq.tokenizer import Tokenizer
 
@@ -127,6 +127,8 @@ def _hub_file(name: str, offline: bool | None) -> tuple[Path, str]:
     """A text file of a Hub dataset, in the Hub's cache, and what to call it with its revision."""
     import huggingface_hub as hub
 
+    from specq.hub_download import transport_error
+
     parts = name.split("/", 2)
     if len(parts) < 2 or not all(parts):
         raise UsageError(
@@ -151,7 +153,13 @@ def _hub_file(name: str, offline: bool | None) -> tuple[Path, str]:
         path = hub.hf_hub_download(repo, file, repo_type="dataset", local_files_only=is_offline(offline))
     except hub.errors.LocalEntryNotFoundError:
         raise OfflineError(f"`{file}` of dataset `{repo}` is not in the cache", hint="run once with network") from None
-    except (hub.errors.HfHubHTTPError, OSError) as error:
+    except hub.errors.HFValidationError:
+        raise UsageError(f"`{repo}` is not a Hub id", hint="for example --calib hub:ORG/DATASET/file.jsonl") from None
+    except hub.errors.RepositoryNotFoundError:  # gated ones too
+        raise AccessError(
+            f"dataset `{repo}` does not exist, or is gated or private", hint="hf auth login, if you have access to it"
+        ) from None
+    except (transport_error(), OSError) as error:
         raise SpecqError(f"dataset `{repo}` cannot be fetched: {' '.join(str(error).split())}") from None
     revision = Path(path).parts[Path(path).parts.index("snapshots") + 1] if "snapshots" in Path(path).parts else "?"
     return Path(path), f"{HUB_PREFIX}{repo}/{file} at {revision}"

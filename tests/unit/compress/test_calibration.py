@@ -97,6 +97,14 @@ def test_a_hub_dataset_offline_is_an_error_of_its_kind(tokenizer: Tokenizer, tmp
         calibration_tokens(tokenizer, "hub:org/data", samples=1, seq_len=32, offline=True)
 
 
+def test_what_is_no_dataset_is_said_so(tokenizer: Tokenizer) -> None:
+    for name in ("hub:data", "hub:/data"):
+        with pytest.raises(UsageError, match="names no dataset"):
+            calibration_tokens(tokenizer, name, samples=1, seq_len=32)
+    with pytest.raises(UsageError, match="not a Hub id"):
+        calibration_tokens(tokenizer, "hub:org/-data-/x.txt", samples=1, seq_len=32)
+
+
 def test_a_tokenizer_with_bos_begins_every_sequence_with_it(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path) / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(file))
