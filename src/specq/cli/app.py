@@ -23,6 +23,7 @@ VERBS = {
     "quantize": "Write a model in 4 bits, layer by layer, and measure what that lost.",
     "distill": "Train a drafter on text that the target writes itself.",
     "fetch": "Fetch a known drafter for a model, and check that they fit.",
+    "profile": "Measure what verification costs here, and choose the pipeline for it.",
     "check": "Say test by test whether a target and a drafter fit.",
     "doctor": "Show what this machine has, and what a model would need.",
     "recipe": "List, show or check recipes.",
