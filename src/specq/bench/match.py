@@ -96,6 +96,6 @@ class Matcher:
 
 def working_precision(model: CausalLM, dtype: str) -> str:
     """The lowest precision inside the target: 4-bit products on a CPU take bfloat16, whatever surrounds them."""
-    if model.spec.quantization is not None and keeps_4_bits(dtype, model.device.type):
+    if keeps_4_bits(model.spec, dtype=dtype, device=model.device.type):
         return "bfloat16"
     return str(model.dtype).removeprefix("torch.")

@@ -140,7 +140,10 @@ def _prompts(rows: Sequence[Mapping[str, Any]], source: str) -> tuple[Prompt, ..
         raise UsageError(f"suite `{source}` is empty")
     prompts = [_prompt(row, number, source) for number, row in enumerate(rows, 1)]
     if {prompt.category for prompt in prompts} - MT_BENCH_KINDS:
-        prompts = [replace(p, category=CONVERSATION) if p.category in MT_BENCH_KINDS else p for p in prompts]
+        prompts = [
+            replace(p, category=CONVERSATION) if "question_id" in row and p.category in MT_BENCH_KINDS else p
+            for p, row in zip(prompts, rows, strict=True)
+        ]
     repeated = next((p.id for i, p in enumerate(prompts) if p.id in {q.id for q in prompts[:i]}), None)
     if repeated is not None:
         raise UsageError(f"suite `{source}`: two prompts have the id `{repeated}`")

@@ -72,7 +72,8 @@ def chi_square(counts: Sequence[int], probabilities: Sequence[float]) -> float:
     Rare outcomes are put together; one that cannot occur but did makes it 0.
     """
     total = sum(counts)
-    pairs = sorted(zip(probabilities, counts, strict=True))
+    # By probability alone: among equals the counts must not decide what is put together.
+    pairs = sorted(zip(probabilities, counts, strict=True), key=lambda pair: pair[0])
     cells: list[list[float]] = [[0.0, 0]]
     for probability, count in pairs:
         if probability == 0.0 and count:
@@ -82,7 +83,9 @@ def chi_square(counts: Sequence[int], probabilities: Sequence[float]) -> float:
         cells[-1][0] += probability
         cells[-1][1] += count
     if len(cells) < 2:
-        raise ValueError(f"counts: {total} draws are too few for a chi-square test")
+        if sum(probability > 0.0 for probability in probabilities) > 1:
+            raise ValueError(f"counts: {total} draws are too few for a chi-square test")
+        return 1.0  # nothing else can occur, and nothing else did
     statistic = sum((count - p * total) ** 2 / (p * total) for p, count in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))

@@ -24,6 +24,8 @@ VERBS = {
     "distill": "Train a drafter on text that the target writes itself.",
     "fetch": "Fetch a known drafter for a model, and check that they fit.",
     "profile": "Measure what verification costs here, and choose the pipeline for it.",
+    "bench": "Time pipelines side by side on the same prompts.",
+    "verify": "Prove or refute that pipelines give plain decoding's text.",
     "check": "Say test by test whether a target and a drafter fit.",
     "doctor": "Show what this machine has, and what a model would need.",
     "recipe": "List, show or check recipes.",

@@ -221,9 +221,9 @@ def _noisy(logits: Tensor, positions: Tensor, sampler: Sampler) -> Tensor:
 def _kept(scaled: Tensor, sampler: Sampler, slack: float) -> tuple[Tensor, Tensor]:
     """(surely, possibly), bool [rows, vocab]: what top-k and top-p keep however scores move by up to `slack`."""
     surely = possibly = torch.ones_like(scaled, dtype=torch.bool)
-    if sampler.top_k:
-        last = scaled.topk(min(sampler.top_k, scaled.shape[1])).values[:, -1:]
-        surely, possibly = scaled >= last + slack, scaled >= last - slack
+    if 0 < sampler.top_k < scaled.shape[1]:
+        last_in, first_out = scaled.topk(sampler.top_k + 1).values[:, -2:].split(1, dim=1)
+        surely, possibly = scaled > first_out + slack, scaled >= last_in - slack
     if sampler.top_p < 1.0:
         most = _mass_ahead(scaled.masked_fill(~surely, -torch.inf), slack)
         least = _mass_ahead(scaled.masked_fill(~possibly, -torch.inf), -slack)

@@ -237,6 +237,7 @@ class Stream:
                 return StreamEvent(rest, ())
             raise StopIteration
         self._times[1:] = [self._times[1] if len(self._times) > 1 else perf_counter(), perf_counter()]
+        self._rule(self._context)  # so that the text has this token even if nothing more is read
         return StreamEvent(self._new_text(), (token,))
 
     def close(self) -> None:

@@ -120,6 +120,7 @@ class StopRule:
         self.read_text = read_text
         self.reason: str | None = None
         self.text = ""
+        self._is_cut = False  # before a stop string: nothing may follow then
         self._checked = start
 
     def room(self, context: Sequence[int]) -> int:
@@ -149,7 +150,7 @@ class StopRule:
 
     def finish_text(self, rest: str) -> None:
         """Take in what the text reader still held (a stop string may end in it) once decoding is over."""
-        if self.reason != "stop":
+        if not self._is_cut:
             self._add_text(rest)
 
     def _add_text(self, piece: str) -> None:
@@ -158,4 +159,5 @@ class StopRule:
         found = [at for s in self.stop_strings if (at := self.text.find(s, searched)) >= 0]
         if found:
             self.text = self.text[: min(found)]
+            self._is_cut = True
             self.reason = "stop"
