@@ -56,8 +56,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(hub.status, {}, b"down")
         if token and token != hub.good_token:
             return self._send(401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b"")
-        parts = path.strip("/").split("/")
-        is_api = parts[:2] == ["api", "models"]
+        parts = path.strip("/").removeprefix("datasets/").split("/")
+        is_api = parts[:2] in (["api", "models"], ["api", "datasets"])
         repo_id, rest = "/".join(parts[2:4] if is_api else parts[:2]), parts[4:] if is_api else parts[2:]
         if repo_id not in hub.repos:
             return self._send(401 if not token else 404, MISSING, b"")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 from factories import BOS, write_tokenizer
+from stub_hub import COMMIT, StubHub, serve
 from tokenizers.processors import TemplateProcessing
 
 import specq.compress
@@ -95,6 +99,41 @@ def test_a_hub_dataset_offline_is_an_error_of_its_kind(tokenizer: Tokenizer, tmp
         calibration_tokens(tokenizer, "hub:org/data/train.jsonl", samples=1, seq_len=32, offline=True)
     with pytest.raises(OfflineError, match="listed offline"):
         calibration_tokens(tokenizer, "hub:org/data", samples=1, seq_len=32, offline=True)
+
+
+HUB_SCRIPT = """
+import sys
+from pathlib import Path
+from specq.compress.calibration import calibration_tokens
+from specq.errors import SpecqError
+from specq.tokenizer import Tokenizer
+try:
+    found = calibration_tokens(Tokenizer.load(Path(sys.argv[1])), sys.argv[2], samples=4, seq_len=32)
+    print(found.origin, tuple(found.tokens.shape))
+except SpecqError as error:
+    print(error.exit_code, error.message)
+"""
+
+
+def test_a_text_file_of_a_hub_dataset_is_fetched_at_its_revision(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    lines = "".join(json.dumps({"text": "0123456789" * 8}) + "\n" for _ in range(4)).encode()
+    repos = {"org/data": {"README.md": b"hi", "data/train.jsonl": lines}, "org/images": {"a.png": b"png"}}
+
+    def ask(stub: StubHub, name: str) -> str:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        settings = {"HF_ENDPOINT": stub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", HUB_SCRIPT, str(folder), name]
+        done = subprocess.run(command, env={**clean, **settings}, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    with serve(StubHub(repos)) as stub:
+        expected = f"hub:org/data/data/train.jsonl at {COMMIT} (4, 32)"
+        assert ask(stub, "hub:org/data") == expected
+        assert ask(stub, "hub:org/data/data/train.jsonl") == expected
+        assert ask(stub, "hub:org/images") == "2 dataset `org/images` holds no .jsonl or .txt file"
+        assert ask(stub, "hub:org/none").startswith("4 dataset `org/none` does not exist")
+        assert ask(stub, "hub:org/data/none.txt").startswith("1 dataset `org/data` cannot be fetched")
 
 
 def test_what_is_no_dataset_is_said_so(tokenizer: Tokenizer) -> None:
