@@ -20,11 +20,13 @@ class TransformersModel:
 
     def __init__(self, path: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
 
         from specq.checkpoint import read_config
         from specq.models.loader import model_spec
         from specq.tensors import open_weights
 
+        logging.set_verbosity_error()  # assisted generation warns of arguments that it makes itself
         config = {k: v for k, v in read_config(path).items() if k != "quantization_config"}
         weights = open_weights(path, model_spec(path))
         self.device = device
