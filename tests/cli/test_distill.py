@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,14 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(call, target, tm
     assert done.code == 2
     assert message in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_seen_before_training(call, target, tmp_path, monkeypatch) -> None:
+    usage = SimpleNamespace(total=10**12, used=10**12 - 1000, free=1000)
+    monkeypatch.setattr("specq.hub.shutil.disk_usage", lambda folder: usage)
+    done = call("distill", target, "--kind", "eagle", "-o", tmp_path / "head", *SMALL)
+    assert done.code == 8
+    assert not (tmp_path / "head").exists()
 
 
 def test_a_folder_that_holds_something_is_not_replaced_unasked(call, target, tmp_path) -> None:

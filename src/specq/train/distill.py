@@ -15,7 +15,7 @@ import torch
 from specq.checkpoint import ModelSpec, read_config
 from specq.environment import describe_environment
 from specq.errors import UsageError
-from specq.hub import Snapshot, cache_dir
+from specq.hub import Snapshot, cache_dir, require_space
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_loader import HeadFiles, load_head
 from specq.models.loader import check_memory, load_model, model_spec
@@ -34,13 +34,16 @@ from specq.train.data import (
 from specq.train.eagle import HeadTask
 from specq.train.generate import AnswerWriter
 from specq.train.intermediate import IntermediateTask, choose_layers, layer_importance
-from specq.train.loop import Progress, train
+from specq.train.loop import Progress, Task, train
 from specq.train.workspace import Workspace, check_output, open_workspace
 
 IMPORTANCE_BATCHES = 4
 DIGEST_BYTES = 1 << 16
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 ANSWERS_AT_ONCE = {"cpu": 16, "cuda": 2048}
+DISK_BYTES = 28
+"""Disk a trained parameter takes at most: two checkpoints of weight and moments in fp32, and the finished weight."""
+
 CACHE_PART = 4
 """Answers written at once may take a quarter of a GPU's free memory for K and V."""
 
@@ -201,7 +204,7 @@ def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
         kept = frequent_ids(run.sequences, settings.trim_vocab, vocab=model.spec.vocab)
     start = None if run.job.start is None else HeadFiles(run.job.start)
     task = HeadTask(model, settings, kept_ids=kept, start=start)
-    progress = train(task, _source(run), settings, checkpoint=workspace.checkpoint, say=say)
+    progress = _train(task, _source(run), run, workspace, say)
     folder = workspace.staging()
     task.save(folder)
     card.write_json(folder / "config.json", task.config)
@@ -226,7 +229,7 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     importance = layer_importance(model, sample)
     layers = choose_layers(importance, settings.layers)
     task = IntermediateTask(model, settings, layers=layers)
-    progress = train(task, source, settings, checkpoint=workspace.checkpoint, say=say)
+    progress = _train(task, source, run, workspace, say)
     folder = workspace.staging()
     task.save_weights(folder)
     card.write_json(folder / "config.json", task.config(source_config(run.job.target.path)))
@@ -245,6 +248,12 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     use = f"specq chat {name} --pipeline sequence --intermediate {run.job.output.name}"
     card.write_card(folder, manifest, title=f"{len(layers)} layers of {name}, distilled", use=use)
     return manifest
+
+
+def _train(task: Task, source: BatchSource, run: _Run, workspace: Workspace, say: Say) -> Progress:
+    """Train, once there is room for the checkpoints."""
+    require_space(workspace.folder, DISK_BYTES * sum(p.numel() for p in task.parameters.values()))
+    return train(task, source, run.job.settings, checkpoint=workspace.checkpoint, say=say)
 
 
 def _source(run: _Run) -> BatchSource:

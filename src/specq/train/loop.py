@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specq.checkpoint import write_atomically
+from specq.errors import SpecqError
 from specq.recipe import DistillSection
 from specq.train.data import Batch
 
@@ -78,9 +79,15 @@ def estimated_accept_length(agreement: list[float]) -> float:
 def train(
     task: Task, source: Source, settings: DistillSection, *, checkpoint: Path, say: Callable[[str], None]
 ) -> Progress:
-    """Train until the steps or the minutes are used up; a checkpoint there is taken up where it was written."""
+    """Train until the steps or the minutes are used up; a checkpoint there is taken up where it was written.
+
+    Raises SpecqError when the loss is no number any more.
+    """
     optimizer = MasterWeights(task.parameters)
-    progress = optimizer.load(checkpoint) if checkpoint.is_file() else Progress(curve=[])
+    progress = Progress(curve=[])
+    if checkpoint.is_file():
+        progress = optimizer.load(checkpoint)
+        say(f"going on after step {progress.step}")
     assert progress.curve is not None
     device = next(iter(task.parameters.values())).device
     began, saved = perf_counter() - progress.seconds, perf_counter()
@@ -97,6 +104,11 @@ def train(
         progress.tokens += len(batch.positions)
         if measure:
             record = _record(progress, rate, loss, agreement)
+            if not math.isfinite(record["loss"]):
+                raise SpecqError(
+                    f"training diverged before step {progress.step}: the loss is `{record['loss']}`",
+                    hint=f"start again with --overwrite --set distill.learning_rate={settings.learning_rate / 4:g}",
+                )
             progress.curve.append(record)
             say(progress_text(record, settings))
         elif device.type == "cuda" and progress.step % 4 == 0:

@@ -10,6 +10,7 @@ import torch
 from factories import tiny_model
 from torch import nn
 
+from specq.errors import SpecqError
 from specq.recipe import DistillSection
 from specq.train.data import Batch, BatchSource, Sequences
 from specq.train.eagle import HeadTask
@@ -108,6 +109,14 @@ def test_master_weights_keep_updates_too_small_for_bfloat16(tmp_path) -> None:
     train(task, source(), settings, checkpoint=tmp_path / "c", say=lambda text: None)
     # each update is an eighth of bf16's step below 1; together they are several
     assert float(task.parameters["w"].detach()) < 0.995
+
+
+def test_a_loss_that_is_no_number_ends_training(tmp_path) -> None:
+    task = head()
+    with torch.no_grad():
+        task.parameters["fc.weight"].fill_(torch.nan)
+    with pytest.raises(SpecqError, match="training diverged before step 1: the loss is `nan`"):
+        run(task, tmp_path)
 
 
 def test_rate_rises_then_falls() -> None:
