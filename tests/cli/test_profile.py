@@ -140,8 +140,7 @@ def test_auto_without_a_profile_runs_plain_and_names_the_command_once(call, mode
 
 def test_a_stale_profile_is_not_used_and_said_to_be_stale(call, model, quick, cache, monkeypatch) -> None:
     assert call("profile", model, *quick, "--quiet").code == 0
-    here = profile_run.ProfileKey.here
-    original = here.__func__
+    original = ProfileKey.here.__func__
 
     def other_driver(cls, *args, **options):
         key = original(cls, *args, **options)

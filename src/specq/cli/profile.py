@@ -12,7 +12,8 @@ from specq.cli.options import Model, OutputOptions, PipelineOptions, VerbCommand
 from specq.errors import SpecqError, UsageError
 
 if TYPE_CHECKING:
-    from specq.profile.run import Profile
+    from specq.profile.result import Profile
+    from specq.profile.run import Request
 
 MEASUREMENT, RESULT = "Measurement", "Result"
 
@@ -114,9 +115,10 @@ def profile(
             _show(found, console)
 
 
-def _measure(request: Any, console: Console) -> Profile:
+def _measure(request: Request, console: Console) -> Profile:
     """The profile, stored; of an interrupted one what is there is kept and said so."""
     from specq.profile import run
+    from specq.profile.result import save
 
     progress = console.progress()
     begun: list[Profile] = []
@@ -125,14 +127,14 @@ def _measure(request: Any, console: Console) -> Profile:
     except KeyboardInterrupt:
         progress.clear()
         if begun and begun[0].costs is not None:
-            console.note(f"interrupted: what was measured is in {run.save(begun[0])}, and `auto` does not use it")
+            console.note(f"interrupted: what was measured is in {save(begun[0])}, and `auto` does not use it")
         raise
     finally:
         progress.clear()
     if request.by_hand:
         console.note("not stored: acceptance was given by hand")
     else:
-        console.note(f"stored in {run.save(found)}")
+        console.note(f"stored in {save(found)}")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from specq.errors import UsageError
 from specq.profile.cost import SEQUENCE, TREE
-from specq.profile.run import Profile
+from specq.profile.result import Profile
 
 SUFFIXES = (".png", ".svg", ".html")
 

@@ -8,7 +8,7 @@ from typing import Any
 from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve
 from specq.profile.plan import Plan
 from specq.profile.predict import Prediction
-from specq.profile.run import Profile
+from specq.profile.result import Profile
 from specq.recipe import Recipe
 from specq.spec.decision import with_settings
 
@@ -87,7 +87,9 @@ def measured_rows(profile: Profile) -> Rows:
     """Every candidate that ran again, with its prediction and how far that was off."""
     assert profile.plan is not None
     predicted = {p.candidate: p for p in profile.plan.ranking}
-    rows: Rows = [("pipeline", "tokens/s", "predicted", "off by", "against plain", "accept length", "sizes")]
+    rows: Rows = [
+        ("pipeline", "tokens/s", "predicted", "off by", "against plain", "predicted", "accept length", "sizes")
+    ]
     for each in profile.measured:
         guess = predicted[each.candidate]
         off = guess.tokens_per_s / each.tokens_per_s - 1 if each.tokens_per_s else 0.0
@@ -98,6 +100,7 @@ def measured_rows(profile: Profile) -> Rows:
                 f"{guess.tokens_per_s:.1f}",
                 f"{100 * off:+.0f} %",
                 "1" if each.candidate.pipeline == "plain" else f"{each.gain:.2f} ± {each.uncertainty:.2f}",
+                "1" if each.candidate.pipeline == "plain" else f"{guess.gain:.2f} ± {guess.uncertainty:.2f}",
                 f"{each.accept_len:.2f}",
                 each.candidate.label,
             )

@@ -1,0 +1,98 @@
+"""What a profile holds and what follows from it; and how it is stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specq.checkpoint import write_atomically
+from specq.profile.acceptance import Acceptance
+from specq.profile.cost import CostModel
+from specq.profile.plan import Plan, Verdict, explain
+from specq.profile.predict import Measured
+from specq.recipe import Recipe
+from specq.spec.decision import FORMAT, Decision, ProfileKey
+
+
+@dataclass
+class Profile:
+    """Everything that was measured and what follows from it; parts are None until they are there."""
+
+    key: ProfileKey
+    recipe: Recipe
+    environment: dict[str, Any]
+    device: str
+    seconds: float
+    measured_at: str
+    memory: Mapping[str, int]
+    states: list[dict[str, Any]] = field(default_factory=list)
+    costs: CostModel | None = None
+    acceptance: Acceptance | None = None
+    num_prompts: int = 0
+    plan: Plan | None = None
+    other_plans: list[Plan] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    verdict: Verdict | None = None
+    decision: Decision | None = None
+    splits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    by_hand: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.decision is not None
+
+    @property
+    def reason(self) -> str | None:
+        """The sentence that explains what runs."""
+        if self.plan is None or self.verdict is None:
+            return None
+        if self.verdict.winner == self.plan.winner.candidate or not self.measured:
+            return explain(self.plan)
+        ran = ", ".join(
+            f"{m.candidate.pipeline} {m.gain:.2f} ± {m.uncertainty:.2f} times plain"
+            for m in self.measured
+            if m.candidate.pipeline != "plain"
+        )
+        return f"{self.verdict.winner.pipeline} runs, though the prediction chose otherwise: measured again, {ran}"
+
+    def record(self) -> dict[str, Any]:
+        """The profile as JSON takes it, and as it is stored."""
+        return {
+            "format": FORMAT,
+            "is_complete": self.is_complete,
+            "key": self.key.record(),
+            "recipe": self.recipe.model_dump(exclude_unset=True),
+            "environment": self.environment,
+            "measured_at": self.measured_at,
+            "seconds": self.seconds,
+            "memory_bytes": dict(self.memory),
+            "device_states": self.states,
+            "costs": self.costs.record() if self.costs else None,
+            "splits": self.splits,
+            "acceptance": self.acceptance.record() if self.acceptance else None,
+            "acceptance_by_hand": list(self.by_hand),
+            "prompts": self.num_prompts,
+            "plan": self.plan.record() if self.plan else None,
+            "plans_at_other_contexts": [
+                {"context": other.context, "winner": other.winner.record()} for other in self.other_plans
+            ],
+            "measured": [m.record() for m in self.measured],
+            "reason": self.reason,
+            "decision": self.decision.record() if self.decision else None,
+            "notes": self.notes,
+        }
+
+
+def save(profile: Profile) -> Path:
+    """Write the profile where `auto` finds it; an incomplete one beside that, where `auto` does not look."""
+    path = profile.key.path
+    if not profile.is_complete:
+        path = path.with_name(f"{path.stem}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as temporary:
+        temporary.write_text(json.dumps(profile.record(), indent=1, default=str) + "\n", encoding="utf-8")
+    return path
