@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from factories import tiny_config, write_model
 
+from specq.spec.decision import FORMAT, Decision, Level, ProfileKey
+
 ARGUMENTS = ("--limit", "3", "--max-new-tokens", "10", "--threads", "1", "--warmup", "0", "--quiet")
 """Few tokens of few prompts: these tests are about what is run and reported, not about speed."""
 
@@ -45,7 +47,7 @@ def test_the_document_has_rows_raw_samples_and_what_a_referee_asks_for(call, pai
     assert set(document["warmup_s"]) == {"plain", "sequence"}
     assert document["suite"]["prompts"] == 3
     assert {"device", "torch", "specq", "models"} <= set(document["environment"])
-    assert document["rows"][0]["peak_memory_bytes"] <= sequence["peak_memory_bytes"]
+    assert all(row["peak_memory_bytes"] > 1e6 for row in document["rows"])
 
 
 def test_without_names_every_pipeline_runs_that_can(call, pair) -> None:
@@ -66,6 +68,23 @@ def test_each_combination_of_swept_values_is_a_row(call, pair) -> None:
     by_row = {row["row"]: row for row in document["rows"]}
     assert by_row["sequence draft_length=2"]["accept_len"] <= 3.0
     assert document["recipe"]["pipeline"]["max_ngram"] == 3
+
+
+def test_auto_is_the_row_a_profile_chose(call, pair, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("SPECQ_CACHE", str(tmp_path))
+    models = {"target": Path(pair[0]), "intermediate": Path(pair[2])}
+    key = ProfileKey.here(models, device="cpu", dtype="auto")
+    level = Level(None, ((0, 1.0), (2048, 1.0)))
+    chosen = Decision("sequence", (("pipeline.draft_length", 2),), (level,), 50.0, 1.5, None, "2026-01-01")
+    key.path.parent.mkdir(parents=True)
+    record = {"format": FORMAT, "is_complete": True, "key": key.record(), "decision": chosen.record()}
+    key.path.write_text(json.dumps(record), encoding="utf-8")
+    document = bench(call, pair, "--pipeline", "auto,lookup", "--limit", "1")
+    assert [row["row"] for row in document["rows"]] == ["plain", "auto", "lookup"]
+    auto = document["rows"][1]
+    assert auto["match"]["exact"] == 2
+    assert 1.0 < auto["accept_len"] <= 3.0
+    assert {s["pipeline"] for s in document["samples"] if s["row"] == "auto"} == {"sequence"}
 
 
 def test_tables_and_files(call, pair, tmp_path) -> None:

@@ -22,7 +22,7 @@ from specq.cli.options import (
     VerbCommand,
     takes_options,
 )
-from specq.errors import GateError, UsageError
+from specq.errors import GateError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from specq.bench.report import RowReport
@@ -99,6 +99,8 @@ def bench(
     with Console(quiet=output.quiet).working() as console:
         from specq.bench.files import require_plot, require_writable
 
+        if allow_code_execution and sys.platform == "win32":
+            raise UnsupportedError("`--allow-code-execution` sets limits that Windows does not have")
         for path in (csv, md, plot):
             if path is not None:
                 require_writable(path)
