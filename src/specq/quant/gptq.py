@@ -26,9 +26,9 @@ SMALLEST, LARGEST = 0.45, 1.06
 FIRST_DAMPING, LAST_DAMPING = 0.01, 1.0
 """Shares of the mean diagonal added to a Hessian: the usual one, and where raising it tenfold ends."""
 
-SHRINKAGE = 8.0
-"""What outputs lack is made up for by rows / (rows + SHRINKAGE * columns) of it: with few rows of calibration text for
-each column, all of it would fit that text and no other."""
+SHARE_MADE_UP = 0.5
+"""How much of what outputs lack is made up for: all of it fits the calibration text and no other (SmolLM2-135M, 32 x 256
+tokens: KL 0.126 with all, 0.094 with half, 0.122 with none)."""
 
 LEAST_SCALE = 2.0**-24
 """fp16's smallest positive number, the scale of a group of zeros."""
@@ -91,7 +91,7 @@ class InputMoments:
         return self._inputs.div_(max(self._rows, 1))
 
     def shortfall(self, weight: Tensor) -> Tensor | None:
-        """fp32 [N, K]: the mean of d x^T, shrunk; d is what outputs of `weight` [N, K] lack of the original model's.
+        """fp32 [N, K]: half the mean of d x^T; d is what outputs of `weight` [N, K] lack of the original model's.
 
         None where no drift was told. Ends the collection and frees what it took.
         """
@@ -101,7 +101,7 @@ class InputMoments:
         if self._residual is not None:
             lacking.add_(self._residual)
         self._drift = self._residual = None
-        return lacking.div_(self._rows + SHRINKAGE * lacking.shape[1])
+        return lacking.mul_(SHARE_MADE_UP / self._rows)
 
 
 def _as_rows(x: Tensor) -> Tensor:
