@@ -27,8 +27,8 @@ FIRST_DAMPING, LAST_DAMPING = 0.01, 1.0
 """Shares of the mean diagonal added to a Hessian: the usual one, and where raising it tenfold ends."""
 
 SHARE_MADE_UP = 0.5
-"""How much of what outputs lack is made up for: all of it fits the calibration text and no other (SmolLM2-135M, 32 x 256
-tokens: KL 0.126 with all, 0.094 with half, 0.122 with none)."""
+"""How much of what outputs lack is made up for: all of it fits the calibration text and no other. SmolLM2-135M, 32 x
+256 tokens: a KL divergence of 0.122 with all, 0.094 with half, 0.122 with none."""
 
 LEAST_SCALE = 2.0**-24
 """fp16's smallest positive number, the scale of a group of zeros."""
