@@ -58,7 +58,7 @@ def resolve_model(
     if not is_hub_id:
         raise UsageError(
             f"`{name}` is neither a folder, a .gguf file nor a Hub id",
-            hint=_suggest(path) or "a Hub id has one slash, such as HuggingFaceTB/SmolLM2-135M-Instruct",
+            hint=_suggest(path) or "Hub ids have the form org/name, such as HuggingFaceTB/SmolLM2-135M-Instruct",
         )
     from specq.hub_download import cached_snapshot, download
 

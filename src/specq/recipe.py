@@ -201,7 +201,8 @@ def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:
     if is_local_model(model) or model in (DEMO_TARGET, DEMO_HEAD) or is_hub_id(model):
         return build_recipe({"target": model}, overrides=overrides, origin=model)
     near = difflib.get_close_matches(model, [*list_recipes(), *_folders_here()], n=1)
-    hint = f"did you mean `{near[0]}`?" if near else "give a folder, a recipe (specq recipe ls) or a Hub id org/name"
+    others = f"did you mean `{near[0]}`?" if near else "give a folder or a recipe (specq recipe ls);"
+    hint = f"{others} Hub ids have the form org/name"
     raise UsageError(f"`{model}` is no .yaml file, no model folder, no recipe and no Hub id", hint=hint)
 
 

@@ -118,3 +118,4 @@ def test_columns_are_aligned_and_sizes_read_well() -> None:
     assert table([("a", "b"), ("long", "c")]) == "a     b\nlong  c"
     assert table([]) == ""
     assert (size_text(92_871_040), size_text(2.5e9)) == ("92.9 MB", "2.5 GB")
+    assert (size_text(4200), size_text(999), size_text(0)) == ("4.2 kB", "999 bytes", "0 bytes")

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from specq.cli.console import Console, size_text, table
-from specq.cli.options import NearMissGroup, OutputOptions, VerbCommand, takes_options
+from specq.cli.options import ListingGroup, OutputOptions, VerbCommand, takes_options
 from specq.errors import SpecqError, UsageError
 from specq.hub import cache_dir
 
-app = typer.Typer(cls=NearMissGroup, rich_markup_mode=None, add_completion=False)
+app = typer.Typer(cls=ListingGroup, rich_markup_mode=None, add_completion=False)
 
 
 @app.callback()
@@ -22,26 +22,32 @@ def cache() -> None:
     """List or remove what specq keeps on disk: the demo model, converted tokenizers, the history of chats.
 
     The folder is SPECQ_CACHE, or the platform's own place for caches. Hub models lie in the Hub's cache, not
-    here.
+    here. Without a verb the entries are listed.
     """
 
 
 @app.command("ls", cls=VerbCommand)
 @takes_options
 def ls(*, output: OutputOptions) -> None:
-    """List the entries of the cache with their sizes."""
+    """List the entries of the cache with their sizes, and the Hub's cache beside it."""
     with Console(quiet=output.quiet).working() as console:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        hub = Path(HF_HUB_CACHE)
+        hub_bytes = size_of(hub) if hub.is_dir() else 0
         folder = cache_dir()
         found = entries(folder)
         sizes = {path: size_of(path) for path in found}
         changed = {path: datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes") for path in found}
         if output.as_json:
             listed = [{"name": path.name, "bytes": sizes[path], "modified": changed[path]} for path in found]
-            console.document({"folder": str(folder), "entries": listed})
+            about_hub = {"folder": str(hub), "bytes": hub_bytes}
+            console.document({"folder": str(folder), "entries": listed, "hub": about_hub})
             return
         if found:
             console.line(table([(path.name, size_text(sizes[path]), changed[path]) for path in found]))
         console.note(f"{folder}: {size_text(sum(sizes.values()))}" if found else f"{folder} is empty")
+        console.note(f"{hub}: {size_text(hub_bytes)}, the Hub's own cache, where fetched models lie")
 
 
 @app.command("rm", cls=VerbCommand)

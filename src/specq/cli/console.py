@@ -165,8 +165,11 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "") -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """The size in MB below one GB, else in GB."""
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
+    """The size in the largest unit, from bytes to GB, of which there is one."""
+    if num_bytes < 1e3:
+        return f"{num_bytes:.0f} bytes"
+    factor, unit = next((each for each in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= each[0]), (1e3, "kB"))
+    return f"{num_bytes / factor:.1f} {unit}"
 
 
 def discard_output() -> None:

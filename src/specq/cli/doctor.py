@@ -6,22 +6,30 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specq.cli.cache import size_of
 from specq.cli.console import Console, size_text, table
-from specq.cli.options import Model, Offline, OutputOptions, Overrides, VerbCommand, takes_options
+from specq.cli.options import OutputOptions, PlanOptions, VerbCommand, takes_options
+from specq.cli.pairs import DRAFTS_FOR, Models, same_model
+from specq.errors import UsageError
 
 if TYPE_CHECKING:
-    from specq.recipe import Recipe
+    from specq.recipe import ModelRef, Recipe
 
 SAMPLE_QUESTION = "Why is the sky blue?"
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "gguf")
+
+LABELS = {"intermediate": "intermediate", "target_head": "drafter", "intermediate_head": "intermediate_drafter"}
+TEXT_WIDTH = 88
+"""Characters of one line of the prompt; it has a column of labels before it."""
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -29,26 +37,38 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command(cls=VerbCommand)
 @takes_options
 def doctor(
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A recipe (.yaml file or name), a local folder or a Hub id; without it only the machine.",
+            show_default=False,
+        ),
+    ] = None,
     *,
-    overrides: Overrides = None,
-    offline: Offline = False,
+    plan: PlanOptions,
     output: OutputOptions,
 ) -> None:
     """Show what this machine has: processor, memory, GPU, driver, torch, triton, caches and disk.
 
-    With MODEL also what it is, the memory it needs, which pipelines it can run, and a prompt as its chat template
-    renders it. No weights are loaded, but a model that is not here yet is downloaded.
+    With MODEL first what it is, the memory it needs, which pipelines it can run, and a prompt as its chat template
+    renders it; the flags say what drafts for it. No weights are loaded, but a model that is not here yet is downloaded.
     """
     with Console(quiet=output.quiet).working() as console:
-        found = {"system": system_facts(), "gpu": gpu_facts(), "packages": package_facts(), "disk": disk_facts()}
+        found: dict[str, dict[str, Any]] = {}
         if model is not None:
-            found["model"] = model_facts(model, overrides or [], is_offline=offline, console=console)
+            found["model"] = model_facts(model, plan, Models(console, is_offline=plan.offline))
+        elif plan != PlanOptions(offline=plan.offline):
+            raise UsageError(
+                "the flags of a pipeline need a MODEL", hint="specq doctor MODEL, such as specq doctor demo"
+            )
+        found |= {"system": system_facts(), "gpu": gpu_facts(), "packages": package_facts(), "disk": disk_facts()}
         if output.as_json:
             console.document(found)
             return
         for title, facts in found.items():
-            console.line(f"{title}\n{table([_row(*fact) for fact in facts.items()], indent='  ')}")
+            rows = [row for fact in facts.items() for row in _rows(*fact)]
+            console.line(f"{title}\n{table(rows, indent='  ')}")
 
 
 def system_facts() -> dict[str, Any]:
@@ -114,39 +134,35 @@ def disk_facts() -> dict[str, Any]:
     return facts
 
 
-def model_facts(model: str, overrides: list[str], *, is_offline: bool, console: Console) -> dict[str, Any]:
-    """What the target of a MODEL argument is and needs here, and the pipelines it can run; no weights are read."""
-    from specq.hub import resolve_model
-    from specq.models.loader import estimate_memory, model_spec
+def model_facts(model: str, plan: PlanOptions, models: Models) -> dict[str, Any]:
+    """What a MODEL argument and the flags mean: the target, what all its models need here, and what they can run."""
+    from specq.models.loader import model_spec
     from specq.recipe import resolve
-    from specq.spec.load import choose_context, choose_device
+    from specq.spec.load import choose_context, choose_device, model_refs
     from specq.tokenizer import Tokenizer
 
-    recipe = resolve(model, overrides=overrides)
-    progress, target = console.progress(), recipe.target
-    try:
-        snapshot = resolve_model(target.model, revision=target.revision, offline=is_offline or None, progress=progress)
-    finally:
-        progress.clear()
+    recipe = resolve(model, overrides=plan.overrides())
+    device = choose_device(plan.device)
+    refs = model_refs(recipe, recipe.pipeline.name)
+    snapshot = models.snapshot(refs["target"])
     spec = model_spec(snapshot.path)
-    context, device = choose_context(spec, recipe.context), choose_device("auto")
-    needed = estimate_memory(spec, snapshot.path, context, device=device, dtype="auto")
+    context = choose_context(spec, recipe.context)
     tokenizer = Tokenizer.load(snapshot.path)
+    named = same_model(refs["target"].model)
     facts: dict[str, Any] = {
-        "target": target.model,
+        "target": refs["target"].model,
+        **({"same_model": named} if named else {}),
         "folder": str(snapshot.path),
         "revision": snapshot.revision,
         "family": spec.family,
         "size": f"{spec.layers} layers, hidden {spec.hidden}, vocabulary {spec.vocab}",
         "weights": f"{spec.quantization.bits}-bit {spec.quantization.method}" if spec.quantization else spec.dtype,
         "context": f"{context} of {spec.max_context} tokens",
-        "needs_on": device,
-        "needs_bytes": needed.total,
-        "needs_weights_bytes": needed.weights,
-        "needs_cache_bytes": needed.kv,
         "tokenizer": f"{tokenizer.size} ids, an answer ends at {sorted(tokenizer.eos_ids)}",
     }
-    facts |= {f"pipeline_{name}": reason or "available" for name, reason in _pipelines(recipe).items()}
+    facts |= {LABELS[part]: refs[part].model for part in DRAFTS_FOR if part in refs}
+    facts |= _needs(refs, models, context, device=device, dtype=plan.dtype.value)
+    facts |= {f"pipeline_{name}": reason or "available" for name, reason in _pipelines(recipe, models).items()}
     if tokenizer.chat_template is None:
         facts["prompt"] = "no chat template: a base model, for run, or chat with --raw or --chat-template FILE"
     else:
@@ -154,17 +170,48 @@ def model_facts(model: str, overrides: list[str], *, is_offline: bool, console: 
     return facts
 
 
-def _pipelines(recipe: Recipe) -> dict[str, str | None]:
-    """Every pipeline; None, or what the recipe does not name and it needs."""
+def _needs(refs: Mapping[str, ModelRef], models: Models, context: int, *, device: str, dtype: str) -> dict[str, Any]:
+    """Memory of the target and of every drafter that fits; a head counts with the bytes of its file."""
+    from specq.models.loader import estimate_memory, model_spec
+    from specq.spec.check_head import head_bytes
+
+    fitting = [part for part in DRAFTS_FOR if part in refs and models.pair(refs, part).fits]
+    folders = {part: models.snapshot(refs[part]).path for part in ("target", *fitting)}
+    heads = sum(head_bytes(folder) for part, folder in folders.items() if part.endswith("_head"))
+    needed = []
+    for part, folder in folders.items():
+        if not part.endswith("_head"):
+            spec = model_spec(folder)
+            limit = min(context, spec.max_context)
+            needed.append(estimate_memory(spec, folder, limit, device=device, dtype=dtype))
+    return {
+        "needs_on": device,
+        "needs_bytes": sum(each.total for each in needed) + heads,
+        "needs_weights_bytes": sum(each.weights for each in needed),
+        "needs_cache_bytes": sum(each.kv for each in needed),
+        **({"needs_heads_bytes": heads} if heads else {}),
+    }
+
+
+def _pipelines(recipe: Recipe, models: Models) -> dict[str, str | None]:
+    """Every pipeline; None, or what it needs and the recipe does not name, or why what that names does not fit."""
+    from specq.spec.load import model_refs
     from specq.spec.pipelines import PIPELINES, Parts
 
-    named: Any = SimpleNamespace(
-        intermediate=recipe.intermediate,
-        target_head=recipe.drafter.model,
-        intermediate_head=recipe.intermediate and recipe.intermediate.drafter,
-    )
-    assert set(vars(named)) == {field.name for field in fields(Parts)} - {"target"}
-    return {name: kind.missing(named) for name, kind in PIPELINES.items()}
+    reasons = {}
+    for name, kind in PIPELINES.items():
+        refs = model_refs(recipe, name)
+        named: Any = SimpleNamespace(**{field.name: refs.get(field.name) for field in fields(Parts)})
+        reasons[name] = kind.missing(named) or _misfit(refs, kind.needs, models)
+    return reasons
+
+
+def _misfit(refs: Mapping[str, ModelRef], parts: Sequence[str], models: Models) -> str | None:
+    """The first failed test among the pairs of these parts, or None."""
+    for pair in (models.pair(refs, part) for part in parts):
+        if not pair.fits:
+            return f"`{pair.drafter}` does not fit: {pair.failed[0].name}: {pair.failed[0].detail}"
+    return None
 
 
 def _memory_bytes() -> tuple[int | None, int | None]:
@@ -185,10 +232,20 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def _row(name: str, value: Any) -> tuple[str, str]:
+def _rows(name: str, value: Any) -> list[tuple[str, str]]:
+    """A fact as a row; the prompt as a row for each of its lines, line breaks and the like written out."""
     label = name.replace("_", " ")
     if value is None:
-        return label.removesuffix(" bytes"), "none"
+        return [(label.removesuffix(" bytes"), "none")]
     if name.endswith("_bytes"):
-        return label.removesuffix(" bytes"), size_text(value)
-    return label, repr(value) if isinstance(value, str) and "\n" in value else str(value)
+        return [(label.removesuffix(" bytes"), size_text(value))]
+    if name != "prompt":
+        return [(label, str(value))]
+    lines = [piece for line in value.splitlines(keepends=True) for piece in _pieces(line)]
+    return [(label if index == 0 else "", line) for index, line in enumerate(lines)]
+
+
+def _pieces(line: str) -> list[str]:
+    """The line in pieces that a terminal shows as they are; nothing is left out."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return textwrap.wrap(line, TEXT_WIDTH, replace_whitespace=False, drop_whitespace=False, break_on_hyphens=False)

@@ -61,8 +61,8 @@ Offline = Annotated[bool, _flag("--offline", help="Use only what is on this mach
 
 
 @dataclass(frozen=True)
-class PipelineOptions:
-    """What runs, and where."""
+class PlanOptions:
+    """What would run, and where."""
 
     pipeline: Annotated[
         str | None, _flag("--pipeline", metavar="NAME", help="auto, plain, lookup, sequence, eagle2 or hierarchical.")
@@ -84,10 +84,6 @@ class PipelineOptions:
             help="Longest prompt and answer together; default the model's, at most 8192.",
         ),
     ] = None
-    threads: Annotated[
-        int | None,
-        _flag("--threads", metavar="N", min=1, help="CPU threads; default: tried out on the first tokens."),
-    ] = None
     offline: Offline = False
     revision: Annotated[str | None, _flag("--revision", metavar="R", help="Branch, tag or commit of a Hub model.")] = (
         None
@@ -106,17 +102,27 @@ class PipelineOptions:
 
 
 @dataclass(frozen=True)
+class PipelineOptions(PlanOptions):
+    """What runs, and where."""
+
+    threads: Annotated[
+        int | None,
+        _flag("--threads", metavar="N", min=1, help="CPU threads; default: tried out on the first tokens."),
+    ] = None
+
+
+@dataclass(frozen=True)
 class SeveralPipelines(PipelineOptions):
     """As PipelineOptions, for a verb that runs several pipelines side by side."""
 
-    pipeline: Annotated[  # type: ignore[assignment]
+    pipeline: Annotated[
         list[str] | None,
         _flag(
             "--pipeline",
             metavar="NAMES",
             help="plain, lookup, sequence, eagle2, hierarchical; again or with commas; default all that can run.",
         ),
-    ] = None
+    ] = None  # type: ignore[assignment]
 
     def overrides(self) -> list[str]:
         """As above; which pipelines run is no setting of one recipe."""
@@ -203,6 +209,7 @@ class OutputOptions:
 
 
 PANELS: dict[type, str] = {
+    PlanOptions: "Pipeline",
     PipelineOptions: "Pipeline",
     SeveralPipelines: "Pipeline",
     SamplingOptions: "Sampling",
@@ -233,6 +240,16 @@ class NearMissGroup(TyperGroup):
             hint = nearest(args[0], known, f"{path} {{}}", f"{path} --help")
             raise UsageError(f"`{path}` has no `{args[0]}`", hint=hint)
         return super().resolve_command(ctx, args)
+
+
+class ListingGroup(NearMissGroup):
+    """A group that lists what there is when no verb of it is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names_verb = args and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        if not names_verb and not ctx.resilient_parsing:
+            args = ["ls", *args]
+        return super().parse_args(ctx, args)
 
 
 def nearest(word: str, known: Sequence[str], form: str, otherwise: str) -> str:

@@ -3,48 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specq.cli.console import Console, table
-from specq.cli.options import NearMissGroup, OutputOptions, Overrides, VerbCommand, takes_options
+from specq.cli.options import ListingGroup, OutputOptions, Overrides, VerbCommand, takes_options
 from specq.errors import UsageError
 
-app = typer.Typer(cls=NearMissGroup, rich_markup_mode=None, add_completion=False)
+if TYPE_CHECKING:
+    from specq.recipe import Recipe
+
+app = typer.Typer(cls=ListingGroup, rich_markup_mode=None, add_completion=False)
 
 Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A .yaml file, or a name from `ls`.")]
 
 
 @app.callback()
 def recipe() -> None:
-    """List, show or check recipes. A recipe is one YAML file that says everything that decides what runs."""
+    """List, show or check recipes. A recipe is one YAML file that says everything that decides what runs.
+
+    Without a verb they are listed.
+    """
 
 
 @app.command("ls", cls=VerbCommand)
 @takes_options
 def ls(*, output: OutputOptions) -> None:
-    """List the shipped recipes with the command that runs each."""
+    """List the shipped recipes with the command that runs each, and what it is."""
     with Console(quiet=output.quiet).working() as console:
         from specq.recipe import list_recipes
 
-        found = [
-            {"name": name, "command": command_of(path), "path": str(path)} for name, path in list_recipes().items()
-        ]
+        found = []
+        for name, path in list_recipes().items():
+            command, about = comments_of(path)
+            found.append({"name": name, "command": command, "about": about, "path": str(path)})
         if output.as_json:
             console.document(found)
         else:
-            console.line(table([(each["name"], each["command"]) for each in found]))
+            rows = [row for each in found for row in ((each["name"], each["command"]), ("", each["about"]))]
+            console.line(table(rows))
 
 
 @app.command("show", cls=VerbCommand)
 @takes_options
-def show(source: Source, *, overrides: Overrides = None, output: OutputOptions) -> None:
-    """Show a recipe with every key it takes, defaults and overrides included."""
+def show(
+    source: Source,
+    *,
+    overrides: Overrides = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every key a recipe takes, with the defaults.")] = False,
+    output: OutputOptions,
+) -> None:
+    """Show the keys that a recipe and the overrides set; with --all every key it takes."""
     with Console(quiet=output.quiet).working() as console:
         import yaml
 
-        values = _load(source, overrides)
+        values = _load(source, overrides).model_dump(mode="json", exclude_unset=not all_)
         if output.as_json:
             console.document(values)
         else:
@@ -71,10 +85,11 @@ def check(
         raise UsageError(f"not right: {', '.join(f'`{name}`' for name in wrong)}")
 
 
-def command_of(path: Path) -> str:
-    """The command in the recipe's first comment line."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.lstrip("# ").strip()
+def comments_of(path: Path) -> tuple[str, str]:
+    """The comments that open a recipe: the command that runs it, and what it is; empty where they are missing."""
+    lines = [*path.read_text(encoding="utf-8").splitlines(), "", ""]
+    command, about = (line.lstrip("# ").strip() if line.startswith("#") else "" for line in lines[:2])
+    return command, about
 
 
 def _reason(source: str, overrides: list[str] | None) -> str | None:
@@ -86,7 +101,7 @@ def _reason(source: str, overrides: list[str] | None) -> str | None:
     return None
 
 
-def _load(source: str, overrides: list[str] | None) -> dict[str, Any]:
+def _load(source: str, overrides: list[str] | None) -> Recipe:
     from specq.recipe import load_recipe
 
-    return load_recipe(source, overrides=overrides or ()).model_dump(mode="json")
+    return load_recipe(source, overrides=overrides or ())

@@ -57,9 +57,15 @@ def build_model(spec: ModelSpec, source: WeightSource, *, device: str = "cpu", d
     return _Builder(spec, source, device, dtype).model()
 
 
-def check_memory(models: Sequence[tuple[ModelSpec, Path, int]], *, device: str, dtype: str) -> None:
-    """Raise NotEnoughMemoryError when these models (spec, path, context) do not fit the device together."""
+def check_memory(
+    models: Sequence[tuple[ModelSpec, Path, int]], *, device: str, dtype: str, head_bytes: int = 0
+) -> None:
+    """Raise NotEnoughMemoryError when these models (spec, path, context) do not fit the device together.
+
+    `head_bytes` is what the files of their EAGLE heads take.
+    """
     estimates = [estimate_memory(*model, device=device, dtype=dtype) for model in models]
+    estimates.append(MemoryEstimate(weights=head_bytes, kv=0, activations=0))
     require_memory(estimates, max(context for *_, context in models), device=device, free=free_bytes(device))
 
 

@@ -13,7 +13,7 @@ from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError
 from specq.models.inventory import check_tensors
 from specq.models.loader import check_memory, model_spec
-from specq.spec.check_head import CheckResult, check_head, failed, is_head
+from specq.spec.check_head import CheckResult, check_head, failed, head_bytes, is_head
 from specq.tensors import open_weights
 from specq.tokenizer import Tokenizer
 
@@ -39,7 +39,10 @@ def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
     except SpecqError as error:
         return [*results, failed("drafter", error)]
     if drafter_is_head:
-        return results + check_head(drafter, target_spec, target_tokenizer)
+        of_head = check_head(drafter, target_spec, target_tokenizer)
+        if target_spec and all(whole) and of_head[0].status == "pass":
+            of_head.append(_memory((target_spec, target), head_bytes=head_bytes(drafter)))
+        return results + of_head
     drafter_spec = _attempt(results, "drafter", lambda: model_spec(drafter), _describe_model)
     whole.append(_weights(results, "drafter weights", drafter_spec, drafter))
     drafter_tokenizer = _attempt(results, "drafter tokenizer", lambda: Tokenizer.load(drafter), _describe_tokenizer)
@@ -170,27 +173,35 @@ def _rope(target: ModelSpec, drafter: ModelSpec) -> CheckResult:
 
 def _cost(target: ModelSpec, drafter: ModelSpec) -> CheckResult:
     """At one sequence at a time a step's time follows the number of layers more than that of weights."""
-    detail = f"{drafter.layers} layers of {drafter.hidden} draft for {target.layers} of {target.hidden}"
+    drafts = "drafts" if drafter.layers == 1 else "draft"
+    detail = f"{_layers(drafter)} of {drafter.hidden} {drafts} for {target.layers} of {target.hidden}"
     if drafter.layers >= target.layers:
         return CheckResult("cost", "warn", f"{detail}: a draft step may take as long as the target's own")
     return CheckResult("cost", "pass", detail)
 
 
-def _memory(*models: tuple[ModelSpec, Path]) -> CheckResult:
+def _memory(*models: tuple[ModelSpec, Path], head_bytes: int = 0) -> CheckResult:
     import torch
 
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     context = min(MEMORY_CONTEXT, *(spec.max_context for spec, _ in models))
     try:
-        check_memory([(spec, path, context) for spec, path in models], device=device, dtype="auto")
+        check_memory(
+            [(spec, path, context) for spec, path in models], device=device, dtype="auto", head_bytes=head_bytes
+        )
     except SpecqError as error:
         return CheckResult("memory", "warn", f"together, on this machine: {error.message}; {error.hint}")
-    return CheckResult("memory", "pass", f"both fit `{device}` with a context of {context}")
+    head = f"; the head counts with its file of {head_bytes / 1e6:.1f} MB" if head_bytes else ""
+    return CheckResult("memory", "pass", f"both fit `{device}` with a context of {context}{head}")
 
 
 def _describe_model(spec: ModelSpec) -> str:
     quantized = spec.quantization.method if spec.quantization else spec.dtype
-    return f"{spec.family}, {spec.layers} layers of {spec.hidden}, {quantized}"
+    return f"{spec.family}, {_layers(spec)} of {spec.hidden}, {quantized}"
+
+
+def _layers(spec: ModelSpec) -> str:
+    return "1 layer" if spec.layers == 1 else f"{spec.layers} layers"
 
 
 def _describe_tokenizer(tokenizer: Tokenizer) -> str:

@@ -51,6 +51,14 @@ def is_head(folder: Path) -> bool:
     return any(name.removesuffix(".weight").rpartition(".")[2] in HEAD_PRODUCTS for name in names)
 
 
+def head_bytes(folder: Path) -> int:
+    """Bytes of the head's weight files: about what it adds in memory, its cache of one layer apart.
+
+    Raises: UsageError where there are none.
+    """
+    return sum(safe_path(folder, file).stat().st_size for file in find_files(folder))
+
+
 def check_head(folder: Path, target: ModelSpec | None, tokenizer: Tokenizer | None) -> list[CheckResult]:
     """The tests of a head; a target or tokenizer that was refused leaves some out."""
     try:

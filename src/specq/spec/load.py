@@ -20,6 +20,7 @@ from specq.models.eagle_loader import HeadFiles, build_head
 from specq.models.loader import check_memory, load_model, model_spec
 from specq.recipe import ModelRef, Recipe, Sampling, resolve
 from specq.spec.check import check_pair
+from specq.spec.check_head import head_bytes
 from specq.spec.decision import Decision, ProfileKey
 from specq.spec.pipelines import HeadSeat, Parts, Seat, tree_shape
 from specq.spec.session import Generation, Pipeline
@@ -78,6 +79,7 @@ def load_pipeline(
         [(spec, models[role].path, contexts[role]) for role, spec in specs.items()],
         device=device,
         dtype=dtype,
+        head_bytes=sum(head_bytes(folder) for role, folder in folders.items() if role not in models),
     )
     seats: dict[str, Seat | HeadSeat] = {}
     for role, snapshot in models.items():
