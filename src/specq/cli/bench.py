@@ -164,7 +164,8 @@ def show_differences(console: Console, rows: Sequence[RowReport]) -> None:
         for each in row.differences:
             place = f"{each['prompt']}{'' if not each['turn'] else ' turn ' + str(each['turn'] + 1)}"
             numbers = [_number(each.get(key)) for key in ("first_difference", "margin", "shortfall")]
-            lines.append([row.name, place, each["kind"], *numbers, each.get("reason") or "rounding explains it"])
+            otherwise = "rounding explains it" if each["kind"] == "tie" else "too little memory to judge it"
+            lines.append([row.name, place, each["kind"], *numbers, each.get("reason") or otherwise])
     if len(lines) > 1:
         console.line()
         console.line(table(lines))

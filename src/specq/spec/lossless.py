@@ -52,8 +52,9 @@ class Verdict:
     shortfall_at: int | None = None
 
     def record(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return asdict(self)
+        """The fields as JSON takes them: numbers that are not finite are None."""
+        fields = asdict(self)
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,11 @@ class Judge:
         plain_short, _ = self.shortfalls(prompt, plain.token_ids[: at + 1], sampler)
         worst = int(short.argmax())
         reason = ending.broken(other)
-        if float(short[worst]) > self.tolerance:
+        if math.isinf(short[worst]):
+            reason = f"token {worst} is removed by top-k or top-p"
+        elif not float(short[worst]) <= self.tolerance:  # also when it is no number
             reason = f"token {worst} is no choice of the target"
-        elif float(plain_short[at]) > self.tolerance:
+        elif not float(plain_short[at]) <= self.tolerance:
             reason = f"token {at} of plain decoding is no choice of the target"
         return Verdict(
             kind="tie" if reason is None else "bug",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -166,7 +167,8 @@ def test_a_planted_fault_is_a_bug_and_never_a_tie(plant: Callable[..., None], sa
     assert kinds.count("bug") >= 6
     assert "tie" not in kinds
     bug = next(verdict for verdict in verdicts if verdict.kind == "bug")
-    assert bug.reason == f"token {bug.shortfall_at} is no choice of the target"
+    ways = ("no choice of the target", "removed by top-k or top-p")
+    assert bug.reason in [f"token {bug.shortfall_at} is {way}" for way in ways[: 2 if sampler.top_k else 1]]
     assert bug.first_difference <= bug.shortfall_at
     assert bug.shortfall > 0.01
 
@@ -216,6 +218,26 @@ def test_a_wrong_token_of_plain_decoding_is_a_bug_of_plain() -> None:
     wrong = replace(right, token_ids=(*right.token_ids[:5], (right.token_ids[5] + 1) % VOCAB, *right.token_ids[6:]))
     verdict = Judge(precise, tolerance=1e-5).compare(PROMPTS[0], wrong, right, sampler=Sampler(), ending=ENDING)
     assert (verdict.kind, verdict.reason) == ("bug", "token 5 of plain decoding is no choice of the target")
+
+
+def test_scores_that_are_no_numbers_excuse_nothing() -> None:
+    precise = model("float64")
+    plain = answer(precise, NoDrafter(), PROMPTS[0], Sampler())
+    other = answer(precise, NoDrafter(), PROMPTS[1], Sampler())
+    with torch.no_grad():
+        precise.norm.fill_(math.nan)
+    verdict = Judge(precise, tolerance=0.5).compare(PROMPTS[0], plain, other, sampler=Sampler(), ending=ENDING)
+    assert verdict.kind == "bug"
+    assert verdict.record()["shortfall"] is None
+
+
+def test_a_token_that_top_k_removes_is_a_bug_that_json_can_hold() -> None:
+    target, sampler = model("float64"), Sampler(temperature=0.5, top_k=2, seed=1)
+    plain = answer(target, NoDrafter(), PROMPTS[0], sampler)
+    other = generation([*plain.token_ids[:-1], (plain.token_ids[-1] + 9) % VOCAB])
+    verdict = Judge(target, tolerance=1e-5).compare(PROMPTS[0], plain, other, sampler=sampler, ending=ENDING)
+    assert (verdict.kind, verdict.reason) == ("bug", f"token {TOKENS - 1} is removed by top-k or top-p")
+    assert json.loads(json.dumps(verdict.record(), allow_nan=False))["shortfall"] is None
 
 
 def test_stops_and_text_need_no_scores() -> None:
