@@ -60,7 +60,12 @@ def bench(
     ] = False,
     against: Annotated[
         list[Baseline] | None,
-        flag("--against", panel=MEASUREMENT, help="Also time transformers' generate on the same weights."),
+        flag(
+            "--against",
+            metavar="transformers",
+            panel=MEASUREMENT,
+            help="Also time transformers' generate on the same weights.",
+        ),
     ] = None,
     min_speedup: Annotated[
         float | None,
@@ -93,8 +98,11 @@ def bench(
 
     The order of the pipelines turns round with every prompt and each starts with empty caches. Speedups are paired
     by prompt: geometric mean with a bootstrap 95 % interval. Later turns follow plain decoding's answers. Answers are
-    compared with plain decoding's: exact, a tie (rounding explains it) or a bug, which is exit 3. In a list such as
-    --set pipeline.draft_length=4,6,8 each value makes a row of its own.
+    compared with plain decoding's: exact, a tie (rounding explains it) or a bug, which is exit 3.
+
+    In a list such as --set pipeline.draft_length=4,6,8 each value makes a row of its own; --pipeline auto is the row
+    that a profile chose. Decoding is greedy unless --temperature says otherwise. Prompts that do not fit the context
+    are left out and named.
     """
     with Console(quiet=output.quiet).working() as console:
         from specq.bench.files import require_plot, require_writable
