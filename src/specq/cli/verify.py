@@ -54,9 +54,9 @@ def verify(
     """Compare pipelines with plain decoding, token by token: exact, tie or bug.
 
     Where tokens differ, every token of the answer is judged by the target in higher precision: within what rounding
-    moves a score it is a tie, else a bug, which is exit 3. On a CPU the default is float32, where ties are rare. Above
-    temperature 0, which is the default, every answer is sampled twice with its seed. Without --limit 14 prompts of all
-    categories are asked.
+    moves a score it is a tie, else a bug, which is exit 3. On a CPU the default is float32, where ties are rare.
+    Decoding is greedy unless --temperature says otherwise; then every answer is sampled twice with its seed. Without
+    --limit 14 prompts of all categories are asked.
     """
     with Console(quiet=output.quiet).working() as console:
         job = Job(console, model, pipeline=pipeline, sampling=sampling, prompt=prompt, exact_on_cpu=True)
