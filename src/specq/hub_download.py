@@ -22,7 +22,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub import utils as hub_utils
 
 from specq.errors import AccessError, DiskFullError, OfflineError, SpecqError, UsageError
-from specq.hub import DISK_FULL, NOT_WRITABLE, Progress, bytes_below, progress_line, require_space
+from specq.storage import DISK_FULL, NOT_WRITABLE, Progress, bytes_below, progress_line, require_space
 
 logger = logging.getLogger("specq")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,11 +16,13 @@ from specq.errors import UsageError
 PipelineName = Literal["auto", "plain", "lookup", "sequence", "eagle2", "hierarchical"]
 """What `pipeline` may be; `auto` chooses among the others."""
 
-DEMO_TARGET = "specq:demo"
+DEMO_NAME = "specq:demo"
 """The name of the built-in demo model, wherever a model is named."""
 
 DEMO_HEAD = "specq:demo-head"
 """Its EAGLE head, which comes with specq."""
+
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 DEFAULT_RECIPE = "demo"
 """The recipe that runs when no model is named."""
@@ -198,7 +201,7 @@ def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:
         return load_recipe(model, overrides=overrides)
     if model in list_recipes() and not is_local_model(model):
         return load_recipe(model, overrides=overrides)
-    if is_local_model(model) or model in (DEMO_TARGET, DEMO_HEAD) or is_hub_id(model):
+    if is_local_model(model) or model in (DEMO_NAME, DEMO_HEAD) or HUB_ID.fullmatch(model):
         return build_recipe({"target": model}, overrides=overrides, origin=model)
     near = difflib.get_close_matches(model, [*list_recipes(), *_folders_here()], n=1)
     others = f"did you mean `{near[0]}`?" if near else "give a folder or a recipe (specq recipe ls);"
@@ -212,10 +215,10 @@ def is_model_name(text: str) -> bool:
         return Path(text).expanduser().exists() and is_local_model(text)
     return (
         text.endswith((".yaml", ".yml"))
-        or text in (DEMO_TARGET, DEMO_HEAD)
+        or text in (DEMO_NAME, DEMO_HEAD)
         or is_local_model(text)
         or text in list_recipes()
-        or is_hub_id(text)
+        or HUB_ID.fullmatch(text) is not None
     )
 
 
@@ -224,14 +227,6 @@ def is_local_model(text: str) -> bool:
     if text.startswith(("./", "../", "/", "~")) and not text.endswith((".yaml", ".yml")):
         return True
     return text.endswith(".gguf") or (Path(text) / "config.json").is_file()
-
-
-def is_hub_id(text: str) -> bool:
-    """Whether the text has the form of a Hub id: two names and one slash."""
-    parts = text.split("/")
-    return len(parts) == 2 and all(
-        part and part[0].isalnum() and all(c.isalnum() or c in "-_." for c in part) for part in parts
-    )
 
 
 def list_recipes() -> dict[str, Path]:

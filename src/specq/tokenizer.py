@@ -298,7 +298,7 @@ def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: M
 
 def _converted(folder: Path) -> Path:
     """A cached folder that holds a tokenizer.json made from what `folder` has instead."""
-    from specq import gguf_tokenizer, hub
+    from specq import gguf_tokenizer, storage
 
     if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
         return gguf_tokenizer.convert(folder)
@@ -312,8 +312,8 @@ def _converted(folder: Path) -> Path:
     for file in sorted(folder.iterdir()):
         if file.name in (*CONVERTIBLE, "merges.txt", "added_tokens.json") or file.name.startswith("tokenizer"):
             digest.update(file.name.encode() + file.read_bytes())
-    target = hub.cache_dir() / "tokenizers" / digest.hexdigest()[:32]
-    return hub.build_folder(target, lambda empty: _convert_by_transformers(folder, empty, names[0]))
+    target = storage.cache_dir() / "tokenizers" / digest.hexdigest()[:32]
+    return storage.build_folder(target, lambda empty: _convert_by_transformers(folder, empty, names[0]))
 
 
 def _convert_by_transformers(folder: Path, empty: Path, name: str) -> None:

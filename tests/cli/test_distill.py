@@ -126,7 +126,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(call, target, tm
 
 def test_a_full_disk_is_seen_before_training(call, target, tmp_path, monkeypatch) -> None:
     usage = SimpleNamespace(total=10**12, used=10**12 - 1000, free=1000)
-    monkeypatch.setattr("specq.hub.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr("specq.storage.shutil.disk_usage", lambda folder: usage)
     done = call("distill", target, "--kind", "eagle", "-o", tmp_path / "head", *SMALL)
     assert done.code == 8
     assert not (tmp_path / "head").exists()

@@ -10,9 +10,9 @@ import yaml
 from factories import tiny_config, write_model
 from unit.models.test_eagle_loader import tiny_tensors, write_head
 
-from specq.hub import cache_dir
 from specq.profile import run as profile_run
 from specq.spec.decision import ProfileKey
+from specq.storage import cache_dir
 
 QUICK = ("--seconds", "1", "--threads", "1", "--device", "cpu")
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tiny_tokenizers import gguf_metadata, write_gguf
 
-from specq import demo, hub
+from specq import demo, hub, storage
 from specq.demo import DemoSet
 from specq.errors import DiskFullError, OfflineError, SpecqError, UsageError
 from specq.tokenizer import Tokenizer
@@ -191,7 +191,7 @@ BUILD = """
 import sys, time
 from pathlib import Path
 from typing import Any
-from specq import hub
+from specq import storage
 target, log, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def build(folder):
     with open(log, "a") as file:
@@ -199,7 +199,7 @@ def build(folder):
     (folder / "a").write_text("half")
     time.sleep(pause)
     (folder / "b").write_text("whole")
-print(sorted(path.name for path in hub.build_folder(target, build).iterdir()))
+print(sorted(path.name for path in storage.build_folder(target, build).iterdir()))
 """
 
 
@@ -241,14 +241,14 @@ def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
         raise SpecqError("no")
 
     with pytest.raises(SpecqError, match="no"):
-        hub.build_folder(tmp_path / "made", fail)
+        storage.build_folder(tmp_path / "made", fail)
     assert [path.name for path in tmp_path.iterdir()] == [".made.lock"]
 
 
 def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written") as caught:
-        hub.build_folder(tmp_path / "file" / "x", lambda folder: None)
+        storage.build_folder(tmp_path / "file" / "x", lambda folder: None)
     assert "SPECQ_CACHE" in (caught.value.hint or "")
 
 

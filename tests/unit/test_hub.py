@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from stub_hub import COMMIT, StubHub, serve
 
-from specq import hub
+from specq import hub, storage
 from specq.errors import DiskFullError, UsageError
 from specq.hub_download import wanted_files
 
@@ -293,6 +293,6 @@ def test_name_that_is_no_hub_id_is_refused_without_a_request(name: str) -> None:
 
 
 def test_space_is_asked_of_the_disk_itself(tmp_path: Path) -> None:
-    hub.require_space(tmp_path, 1)
+    storage.require_space(tmp_path, 1)
     with pytest.raises(DiskFullError, match="are needed"):
-        hub.require_space(tmp_path, 10**18)
+        storage.require_space(tmp_path, 10**18)

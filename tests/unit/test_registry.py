@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from specq.checkpoint import ModelSpec
 from specq.families import FAMILIES
-from specq.hub import DEMO_NAME, HUB_ID
+from specq.recipe import DEMO_NAME, HUB_ID
 from specq.registry import KINDS, Registry, load_registry, quantized_from
 
 REGISTRY = load_registry()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specq.errors import OfflineError, SpecqError, UsageError
-from specq.hub import is_offline
+from specq.storage import is_offline
 
 BUNDLED = "bundled"
 HUB_PREFIX = "hub:"

@@ -12,7 +12,7 @@ import typer
 from specq.cli.console import Console, size_text, table
 from specq.cli.options import ListingGroup, OutputOptions, VerbCommand, takes_options
 from specq.errors import SpecqError, UsageError
-from specq.hub import cache_dir
+from specq.storage import cache_dir
 
 app = typer.Typer(cls=ListingGroup, rich_markup_mode=None, add_completion=False)
 

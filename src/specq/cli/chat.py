@@ -202,7 +202,7 @@ def _line_history(is_interactive: bool) -> Iterator[None]:
     except ImportError:
         yield
         return
-    from specq.hub import cache_dir
+    from specq.storage import cache_dir
 
     file = cache_dir() / "chat_history"
     with suppress(OSError):  # the first chat, or a file of another kind of readline

@@ -124,7 +124,7 @@ def disk_facts() -> dict[str, Any]:
     """The two cache folders with their sizes, and the room left beside them."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from specq.hub import cache_dir
+    from specq.storage import cache_dir
 
     facts: dict[str, Any] = {}
     for name, folder in (("specq_cache", cache_dir()), ("hub_cache", Path(HF_HUB_CACHE))):

@@ -126,9 +126,9 @@ def _identify(registry: Registry, ref: ModelRef, *, is_offline: bool) -> tuple[M
 
 def _description(ref: ModelRef, *, is_offline: bool) -> Path:
     """Where the files lie that say what a model is; of a Hub model only those are fetched."""
-    from specq.hub import is_offline as must_stay_offline
     from specq.hub import resolve_model
     from specq.recipe import is_local_model
+    from specq.storage import is_offline as must_stay_offline
 
     if is_local_model(ref.model) or must_stay_offline(is_offline or None):
         return resolve_model(ref.model, revision=ref.revision, offline=True).path

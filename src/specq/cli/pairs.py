@@ -88,11 +88,11 @@ class Models:
 
 def same_model(*models: str) -> str | None:
     """The names of the demo model where it is among these, since nothing shows that they mean the same."""
-    from specq.recipe import DEFAULT_RECIPE, DEMO_TARGET
+    from specq.recipe import DEFAULT_RECIPE, DEMO_NAME
 
-    if not {DEMO_TARGET, DEMO_ORIGIN} & set(models):
+    if not {DEMO_NAME, DEMO_ORIGIN} & set(models):
         return None
-    return f"`{DEFAULT_RECIPE}`, `{DEMO_TARGET}` and {DEMO_ORIGIN} (4-bit) are the same model"
+    return f"`{DEFAULT_RECIPE}`, `{DEMO_NAME}` and {DEMO_ORIGIN} (4-bit) are the same model"
 
 
 def _wrong_kind(snapshot: Snapshot, name: str, part: str) -> list[CheckResult]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specq.errors import AccessError, OfflineError, SpecqError, UsageError
-from specq.hub import is_offline
+from specq.storage import is_offline
 from specq.tokenizer import Tokenizer
 
 BUNDLED = "bundled"

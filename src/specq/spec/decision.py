@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from specq.environment import describe_environment
-from specq.hub import cache_dir
 from specq.recipe import Recipe
+from specq.storage import cache_dir
 
 PROFILES = "profiles"
 FORMAT = 1

@@ -15,11 +15,12 @@ import torch
 from specq.checkpoint import ModelSpec, read_config
 from specq.environment import describe_environment
 from specq.errors import UsageError
-from specq.hub import Snapshot, cache_dir, require_space
+from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_loader import HeadFiles, load_head
 from specq.models.loader import check_memory, load_model, model_spec
 from specq.recipe import DistillSection, Recipe
+from specq.storage import cache_dir, require_space
 from specq.tensors import gguf_config
 from specq.tokenizer import Tokenizer
 from specq.train import card, evaluation
