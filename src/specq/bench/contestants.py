@@ -49,7 +49,10 @@ class Contestant(Protocol):
 
 
 class PipelineContestant:
-    """A pipeline of specq with the settings of one row; several share the models of one `Pipeline`."""
+    """A pipeline of specq with the settings of one row; several share the models of one `Pipeline`.
+
+    `idle_bytes` are those of models in memory that it does not use.
+    """
 
     def __init__(self, name: str, pipeline: Pipeline, *, kind: str, recipe: Recipe) -> None:
         self.name, self.pipeline, self.kind, self.recipe = name, pipeline, kind, recipe
@@ -57,7 +60,7 @@ class PipelineContestant:
         decoded = pipeline.decision.pipeline if kind == "auto" and pipeline.decision else kind
         used = {role: getattr(parts, role) for role in ("target", *PIPELINES[decoded].needs)}
         everything = storages(vars(parts))
-        self._idle_bytes = sum(everything.values()) - sum(storages(used).values())
+        self.idle_bytes = sum(everything.values()) - sum(storages(used).values())
         self._memory = PeakMemory(pipeline.target.device)
 
     def answer(self, prompt_ids: Sequence[int], decoding: Decoding, *, sampling: Sampling) -> Answer:
@@ -76,7 +79,7 @@ class PipelineContestant:
         for _ in stream:
             pass
         peak = self._memory.bytes()
-        return Answer(stream.result, None if peak is None else peak - self._idle_bytes)
+        return Answer(stream.result, None if peak is None else peak - self.idle_bytes)
 
 
 class TransformersContestant:

@@ -80,7 +80,7 @@ def plot(rows: Sequence[RowReport], path: Path, *, title: str) -> None:
     """Writes a picture: end-to-end speedup with its interval, a dot for each category; the suffix names the format."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained")
     axes = figure.subplots()
     categories = list(dict.fromkeys(name for row in rows for name in row.categories))
     for place, row in enumerate(rows):
@@ -99,7 +99,8 @@ def plot(rows: Sequence[RowReport], path: Path, *, title: str) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("end-to-end speedup over plain decoding, geometric mean with 95 % interval")
-    axes.set_title(title, fontsize=9)
-    figure.legend(loc="outside right upper", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    if categories:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8, frameon=False)
     with write_atomically(path) as temporary:
         figure.savefig(temporary, format=path.suffix.removeprefix("."))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specq.bench.contestants import (
-    Contestant,
     PipelineContestant,
     TransformersContestant,
     transformers_dtypes,
 )
+from specq.bench.memory import storages
 from specq.bench.sweep import Row, choose_pipelines, make_rows, split_names
 from specq.bench.transformers_baseline import TransformersModel
 from specq.errors import UsageError
@@ -92,7 +92,9 @@ def find_decision(plan: Plan, loading: Loading) -> Decision | None:
     return decision
 
 
-def open_models(plan: Plan, loading: Loading, *, say: Say = lambda text: None) -> tuple[Pipeline, list[Contestant]]:
+def open_models(
+    plan: Plan, loading: Loading, *, say: Say = lambda text: None
+) -> tuple[Pipeline, list[PipelineContestant]]:
     """The models of all rows in memory, and a contestant for each row, plain decoding first.
 
     There is room for the largest tree that any row drafts. Raises UsageError for an `auto` row without a profile.
@@ -115,7 +117,7 @@ def open_models(plan: Plan, loading: Loading, *, say: Say = lambda text: None) -
         on_progress=say,
     )
     pipeline.decision = decision
-    rows: list[Contestant] = [
+    rows = [
         PipelineContestant(row.name, pipeline, kind=row.pipeline, recipe=recipe)
         for row, recipe in zip(plan.rows, recipes, strict=True)
     ]
@@ -128,12 +130,14 @@ def target_path(recipe: Recipe, loading: Loading) -> Path:
 
 
 def transformers_contestants(
-    plan: Plan, pipeline: Pipeline, loading: Loading, *, say: Say = lambda text: None
-) -> list[Contestant]:
+    plan: Plan, ours: Sequence[PipelineContestant], loading: Loading, *, say: Say = lambda text: None
+) -> list[TransformersContestant]:
     """transformers' generate on the same weights in each number format, and assisted by the same intermediate.
 
+    What they take is added to the idle memory of `ours`.
     Raises NotEnoughMemoryError when these further copies do not fit.
     """
+    pipeline = ours[0].pipeline
     device = pipeline.target.device
     paths = [target_path(plan.recipe, loading)]
     specs = [pipeline.target.spec]
@@ -141,13 +145,15 @@ def transformers_contestants(
         ref = plan.recipe.intermediate
         paths.append(resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path)
         specs.append(pipeline.parts.intermediate.model.spec)
-    contestants: list[Contestant] = []
+    contestants: list[TransformersContestant] = []
     for dtype in transformers_dtypes(device):
         name = str(dtype).removeprefix("torch.")
         models = [(spec, path, pipeline.context) for spec, path in zip(specs, paths, strict=True)]
         check_memory(models, device=str(device), dtype=name)
         say(f"loading {', '.join(path.name for path in paths)} into transformers in {name}")
         target, *others = [TransformersModel(path, dtype=dtype, device=device) for path in paths]
+        for contestant in ours:
+            contestant.idle_bytes += sum(storages([model.model for model in (target, *others)]).values())
         contestants.append(TransformersContestant(f"transformers {name}", target, pipeline))
         for other in others:
             label = f"transformers {name} assisted"

@@ -194,7 +194,7 @@ def _write_files(
         files.write_text(md, files.markdown_text(rows, facts))
     if plot is not None:
         environment = facts["environment"]
-        title = f"{', '.join(environment['models'])} on {environment['device']}, {facts['suite']['prompts']} prompts"
+        title = f"{', '.join(environment['models'])}\n{environment['device']}, {facts['suite']['prompts']} prompts"
         files.plot(rows, plot, title=title)
 
 

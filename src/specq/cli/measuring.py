@@ -129,7 +129,7 @@ class Job:
         from specq.bench.session import transformers_contestants
 
         with working(self.console) as say:
-            others = transformers_contestants(self.plan, self.pipeline, self.loading, say=say) if against else []
+            others = transformers_contestants(self.plan, self.contestants, self.loading, say=say) if against else []
             return run_benchmark(
                 [*self.contestants, *others],
                 suite.prompts,
