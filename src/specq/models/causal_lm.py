@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from specq.checkpoint import ModelSpec
 from specq.errors import UnsupportedError
 from specq.models.cache import KVCache
-from specq.models.layers import AttentionView, DecoderLayer, attention_view, frozen
+from specq.models.layers import FOLDED_NODES, AttentionView, DecoderLayer, attention_view, frozen
 from specq.models.rope import RopeTable
 from specq.quant.linear import DenseLinear
 
@@ -71,6 +71,7 @@ class CausalLM(nn.Module):
         self.norm = frozen(norm)
         self.head = head
         self._rope = RopeTable(spec.rope, spec.head_dim, dtype=self.dtype, device=self.device)
+        self.device_step: Callable[[Nodes, KVCache, slice | None], Output] | None = None  # see device_step.py
 
     def new_cache(self, max_len: int, *, features: FeatureKind = None) -> KVCache:
         """An empty cache of `max_len` slots.
@@ -99,6 +100,8 @@ class CausalLM(nn.Module):
         end = base + count
         if end > cache.max_len:
             raise ValueError(f"nodes: {count} nodes after {base} tokens do not fit a cache of {cache.max_len} slots")
+        if self.device_step is not None and count <= FOLDED_NODES and act == "a16":
+            return self.device_step(nodes, cache, rows)
         if nodes.is_chain:
             positions = torch.arange(base, end, device=self.device)
             rope = self._rope.cos[base:end, None], self._rope.sin[base:end, None]

@@ -71,6 +71,7 @@ class DecoderLayer(nn.Module):
         if head_norms is not None:
             self.q_norm, self.k_norm = map(frozen, head_norms)
         self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
+        self.has_fused_silu = bool(getattr(gate_up, "has_fused_silu", False))
 
     def forward(
         self,
@@ -108,8 +109,11 @@ class DecoderLayer(nn.Module):
         """The residual stream [rows, hidden] after attention's output [rows, heads * head_dim] and the MLP."""
         x = x + self.o(attended, act)
         h = F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps)
-        gate, up = self.gate_up(h, act).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up, act)
+        h = self.gate_up(h, act)
+        if not self.has_fused_silu:
+            gate, up = h.chunk(2, -1)
+            h = F.silu(gate) * up
+        return x + self.down(h, act)
 
     def normed(self, x: Tensor) -> Tensor:
         """What attention reads of the residual stream: `x` behind the first norm."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,12 @@ from specq.models.causal_lm import CausalLM
 from specq.models.inventory import EMBEDDING, HEAD, NORM, check_tensors, expected_tensors
 from specq.models.layers import DecoderLayer, SideBySide
 from specq.models.memory import MemoryEstimate, estimate_bytes, free_bytes, require_memory
+from specq.quant.kernel_choice import VARIABLE, asks_for_kernels, why_no_kernels
 from specq.quant.linear import RescoredLinear, has_fast_bfloat16, int4_group, make_linear
 from specq.quant.packed import PackedWeight, concat_rows
 from specq.tensors import WeightSource, gguf_config, open_weights
+
+log = logging.getLogger("specq")
 
 INT4_HIDDEN = 1024
 """Hidden size from which a 4-bit model keeps its matrices packed on a CPU by default."""
@@ -54,7 +59,13 @@ def model_spec(path: Path) -> ModelSpec:
 def build_model(spec: ModelSpec, source: WeightSource, *, device: str = "cpu", dtype: str = "auto") -> CausalLM:
     """The model of these weights; see `load_model`."""
     check_tensors(spec, source)
-    return _Builder(spec, source, device, dtype).model()
+    builder = _Builder(spec, source, device, dtype)
+    model = builder.model()
+    if builder.use_kernels:
+        from specq.models.device_step import attach_device_step
+
+        attach_device_step(model)
+    return model
 
 
 def check_memory(
@@ -72,7 +83,7 @@ def check_memory(
 def estimate_memory(spec: ModelSpec, path: Path, context: int, *, device: str, dtype: str) -> MemoryEstimate:
     """What the model of these weights takes on the device with a cache of `context` tokens."""
     packed = frozenset[str]()
-    if keeps_4_bits(spec, dtype=dtype, device=device):
+    if keeps_4_bits(spec, dtype=dtype, device=device) or runs_kernels(choose_dtype(dtype, spec, device), device):
         source = open_weights(path, spec)
         packed = frozenset(
             name
@@ -94,6 +105,16 @@ def keeps_4_bits(spec: ModelSpec, *, dtype: str, device: str) -> bool:
     return dtype == "bfloat16" or (dtype == "auto" and spec.hidden >= INT4_HIDDEN)
 
 
+def runs_kernels(dtype: torch.dtype, device: str) -> bool:
+    """Whether a model runs on our Triton kernels, which keep 4-bit matrices packed; off unless asked for."""
+    if not asks_for_kernels():
+        return False
+    reason = why_no_kernels(dtype, device)
+    if reason is not None:
+        log.warning(f"{VARIABLE}=triton does not reach this model: {reason}")
+    return reason is None
+
+
 def choose_dtype(name: str, spec: ModelSpec, device: str) -> torch.dtype:
     """The dtype of activations. Raises UsageError for an unknown name."""
     if name == "auto":
@@ -111,7 +132,8 @@ class _Builder:
     def __init__(self, spec: ModelSpec, source: WeightSource, device: str, dtype: str) -> None:
         self.spec, self.source, self.device = spec, source, torch.device(device)
         self.dtype = choose_dtype(dtype, spec, device)
-        self.use_int4 = keeps_4_bits(spec, dtype=dtype, device=device)
+        self.use_kernels = runs_kernels(self.dtype, device)
+        self.use_int4 = not self.use_kernels and keeps_4_bits(spec, dtype=dtype, device=device)
         # Beside int4 products, whose x is bf16, an fp32 head would be the slowest part.
         self.use_rescored_head = self.use_int4 and has_fast_bfloat16()
 
@@ -133,7 +155,7 @@ class _Builder:
     def _head(self, weight: Tensor | PackedWeight) -> nn.Module:
         if self.use_rescored_head and isinstance(weight, Tensor):
             return RescoredLinear(weight.to(torch.bfloat16))
-        return self._linear(weight, None)
+        return self._linear(weight, None, out_dtype=torch.float32)
 
     def _layer(self, prefix: str) -> DecoderLayer:
         spec, attention = self.spec, f"{prefix}self_attn."
@@ -149,20 +171,35 @@ class _Builder:
             head_norms=head_norms,
             qkv=self._product([f"{attention}{name}_proj" for name in "qkv"], has_bias=spec.qkv_bias),
             o=self._product([f"{attention}o_proj"], has_bias=spec.o_bias),
-            gate_up=self._product([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], has_bias=spec.mlp_bias),
+            gate_up=self._product(
+                [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], has_bias=spec.mlp_bias, is_gate_up=True
+            ),
             down=self._product([f"{prefix}mlp.down_proj"], has_bias=spec.mlp_bias),
         )
 
-    def _product(self, prefixes: Sequence[str], *, has_bias: bool) -> nn.Module:
+    def _product(self, prefixes: Sequence[str], *, has_bias: bool, is_gate_up: bool = False) -> nn.Module:
         """One product over the rows of all these matrices, or several side by side where they do not fuse."""
         weights = [self.source.linear(prefix) for prefix in prefixes]
         biases = [self.source.tensor(f"{prefix}.bias") for prefix in prefixes] if has_bias else []
         fused = fuse_rows(weights)
         if fused is not None:
-            return self._linear(fused, torch.cat(biases) if biases else None)
+            return self._linear(fused, torch.cat(biases) if biases else None, is_gate_up=is_gate_up)
         return SideBySide([self._linear(weight, biases[i] if biases else None) for i, weight in enumerate(weights)])
 
-    def _linear(self, weight: Tensor | PackedWeight, bias: Tensor | None) -> nn.Module:
+    def _linear(
+        self,
+        weight: Tensor | PackedWeight,
+        bias: Tensor | None,
+        *,
+        is_gate_up: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> nn.Module:
+        """One product; our kernels can fuse SiLU into gate and up, and give a head's logits without rounding."""
+        if self.use_kernels:
+            from specq.quant.kernel_linear import make_kernel_linear
+
+            place: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+            return make_kernel_linear(weight, bias, is_gate_up=is_gate_up, out_dtype=out_dtype, **place)
         product = None
         if self.use_int4 and isinstance(weight, PackedWeight) and int4_group(weight) is not None:
             product = "int4"

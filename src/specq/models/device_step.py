@@ -1,0 +1,228 @@
+"""One decoding step of a model on our Triton kernels: 1 to 64 nodes, static buffers, the length on the device.
+
+A step has no host read and no shape that depends on the context, so on CUDA it is captured as a graph, once for every
+bucket of node counts; in Triton's interpreter the same function runs eagerly. Prompts stay with `CausalLM.forward`,
+which calls this for a model it was attached to (SPECQ_KERNELS=triton, quant/kernel_choice.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from specq.errors import UnsupportedError
+from specq.models.cache import KVCache
+from specq.models.causal_lm import CausalLM, Nodes, Output
+from specq.models.layers import DecoderLayer
+from specq.models.rope import RopeTable
+from specq.quant.kernel_choice import why_no_kernels
+from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
+from specq_kernels.kv_cache import append_rotary
+from specq_kernels.launch import MAX_ROWS, row_bucket
+from specq_kernels.norm_rope import rms_norm, silu_mul
+from specq_kernels.tree_attention import pack_mask, tree_attention
+
+BUCKETS = (1, 2, 4, 8, 10, 16, 32, 64)
+SUMMED_HEAD_DIMS = (32, 64, 128)  # attention can emit group sums of whole heads of these
+
+log = logging.getLogger("specq")
+
+
+def attach_device_step(model: CausalLM) -> None:
+    """Make `model.forward` decode through a DeviceStep; where none runs the model, say why and leave it."""
+    reason = why_no_step(model)
+    if reason is None:
+        model.device_step = DeviceStep(model)
+    else:
+        log.warning(f"decoding stays on torch: {reason}")
+
+
+def why_no_step(model: CausalLM) -> str | None:
+    """The reason why no DeviceStep runs this model, or None."""
+    head_dim = model.spec.head_dim
+    if head_dim > 128 or head_dim % 16:
+        return f"a head_dim of {head_dim} is not a multiple of 16 up to 128"
+    return why_no_kernels(model.dtype, model.device)
+
+
+class DeviceStep:
+    """Runs the nodes of one forward on kernels, with what `CausalLM.forward` promises.
+
+    The nodes are padded to a bucket; padding nodes follow the real ones as a chain, so no real node sees them, and
+    what they write lies in slots that nothing commits. Raises UnsupportedError for a model that `why_no_step` refuses.
+    """
+
+    def __init__(self, model: CausalLM, *, use_graphs: bool = True) -> None:
+        """`use_graphs` False runs every step eagerly, as the interpreter always does."""
+        reason = why_no_step(model)
+        if reason is not None:
+            raise UnsupportedError(f"no step on the device: {reason}")
+        self._model = cast(CausalLM, weakref.proxy(model))  # the model owns the step
+        self._pool = torch.cuda.graph_pool_handle() if use_graphs and model.device.type == "cuda" else None
+        self._bound: weakref.WeakKeyDictionary[KVCache, _BoundStep] = weakref.WeakKeyDictionary()
+
+    @torch.inference_mode()
+    def __call__(self, nodes: Nodes, cache: KVCache, rows: slice | None = None) -> Output:
+        """As `CausalLM.forward`, for 1 to 64 nodes that fit the cache."""
+        base, count = cache.length, nodes.tokens.shape[0]
+        step = self._bound.get(cache)
+        if step is None:
+            step = self._bound[cache] = _BoundStep(self._model, cache, self._pool)
+        step.load(nodes, base)
+        step.run(padded_count(count, room=cache.max_len - base))
+        final = step.final[:count]
+        return Output(
+            # Outside the graph: one launch, over the rows asked for only.
+            logits=self._model.logits(final if rows is None else final[rows].contiguous()),
+            features=step.features[:count].clone(),
+            positions=step.depths[:count].long() + base,
+        )
+
+
+def padded_count(count: int, *, room: int) -> int:
+    """Nodes to run: the least bucket that holds `count`, or `count` itself where so many slots are not left."""
+    bucket = next(bucket for bucket in BUCKETS if count <= bucket)
+    return bucket if bucket <= room else count
+
+
+class _BoundStep:
+    """The step of one model over one cache: its inputs and outputs at fixed addresses, and its graphs.
+
+    Every step reads and writes these buffers, so results are to be used or copied before the next one.
+    """
+
+    def __init__(self, model: CausalLM, cache: KVCache, pool: Any) -> None:
+        device, spec = model.device, model.spec
+        self._model, self._pool = model, pool
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # Not the cache itself: it is the weak key that this object hangs off.
+        self._k, self._v = cache.k.unbind(), cache.v.unbind()
+        self._cache_features = cache.features
+        self._wanted = cache.feature_layers if isinstance(cache.feature_layers, tuple) else ()
+        table = RopeTable(spec.rope, spec.head_dim, dtype=model.dtype, device=device)
+        table.grow(cache.max_len)
+        half = spec.head_dim // 2
+        # fp32 of the values that prefill turns by; the second half of the table's sin has the plain sign
+        self._cos = table.cos[:, :half].float().contiguous()
+        self._sin = table.sin[:, half:].float().contiguous()
+        self._slots = torch.arange(MAX_ROWS, device=device)
+        self._chain_depths = self._slots.to(torch.int32)
+        self._chain_mask = pack_mask(torch.ones(MAX_ROWS, MAX_ROWS, dtype=torch.bool, device=device).tril_())
+        self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+        self.depths, self.mask = self._chain_depths.clone(), self._chain_mask.clone()
+        self.length = torch.zeros(1, dtype=torch.int32, device=device)
+        self.final = torch.zeros(MAX_ROWS, spec.hidden, dtype=model.dtype, device=device)
+        self.features = self.final.repeat(1, len(self._wanted)) if self._wanted else self.final
+
+    def load(self, nodes: Nodes, base: int) -> None:
+        """Make these nodes, behind `base` tokens, the next step's; what follows them is a chain of padding."""
+        count = nodes.tokens.shape[0]
+        self.tokens[:count].copy_(nodes.tokens)
+        self.length.fill_(base)
+        self.depths.copy_(self._chain_depths)
+        self.mask.copy_(self._chain_mask)
+        if not nodes.is_chain:
+            self.depths[:count].copy_(nodes.depths())
+            self.mask[:count].copy_(pack_mask(nodes.ancestor_mask()))
+
+    def run(self, count: int) -> None:
+        """Run the first `count` loaded nodes, as a graph where they are a bucket and graphs are used."""
+        if self._pool is None or count not in BUCKETS:
+            self._forward(count)
+            return
+        if count not in self._graphs:
+            self._graphs[count] = self._captured(count)
+        self._graphs[count].replay()
+
+    def _captured(self, count: int) -> torch.cuda.CUDAGraph:
+        """The graph of `_forward(count)`, which runs once before: kernels compile and load outside of a capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._forward(count)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._forward(count)
+        return graph
+
+    def _forward(self, count: int) -> None:
+        """Fills `final`, `features` and the cache's slots behind `length` for the first `count` nodes."""
+        model = self._model
+        positions = self.depths[:count] + self.length
+        entering: dict[int, Tensor] = {}
+        x = model.embed(self.tokens[:count])
+        for i, layer in enumerate(model.layers):
+            if i in self._wanted:
+                entering[i] = x
+            assert isinstance(layer, DecoderLayer)
+            x = self._layer(layer, i, x, positions)
+        entering[model.spec.layers] = x
+        final, _, _ = rms_norm(x, model.norm, eps=model.spec.norm_eps)
+        self.final[:count].copy_(final)
+        if self._wanted:
+            self.features[:count].copy_(torch.cat([entering[i] for i in self._wanted], -1))
+        if self._cache_features is not None:
+            self._cache_features.index_copy_(0, self._slots[:count] + self.length, self.features[:count])
+
+    def _layer(self, layer: DecoderLayer, index: int, x: Tensor, positions: Tensor) -> Tensor:
+        """The residual stream [nodes, hidden] after a layer; appends its K and V."""
+        count = x.shape[0]
+        assert layer.attention_norm is not None
+        h, _, sums = rms_norm(x, layer.attention_norm, eps=layer.eps, group=sums_group(layer.qkv))
+        q = append_rotary(
+            multiply(layer.qkv, h, sums=sums),
+            self._k[index],
+            self._v[index],
+            self._cos,
+            self._sin,
+            positions,
+            self.length,
+            q_norm=layer.q_norm if layer.has_head_norms else None,
+            k_norm=layer.k_norm if layer.has_head_norms else None,
+            eps=layer.eps,
+        )  # [nodes, heads, head_dim]
+        sums = attention_sums(layer, count, device=x.device)
+        attended = tree_attention(
+            q,
+            self._k[index],
+            self._v[index],
+            self.mask[:count],
+            self.length,
+            depths=self.depths[:count],
+            window=self._model.spec.sliding_windows[index],
+            sums=sums,
+        )
+        x = multiply(layer.o, attended, residual=x, sums=sums)
+        h, _, sums = rms_norm(x, layer.mlp_norm, eps=layer.eps, group=sums_group(layer.gate_up))
+        if isinstance(layer.gate_up, KernelGateUp):
+            return multiply(layer.down, layer.gate_up.product(h, sums=sums), residual=x)
+        h, sums = silu_mul(multiply(layer.gate_up, h, sums=sums), group=sums_group(layer.down))
+        return multiply(layer.down, h, residual=x, sums=sums)
+
+
+def multiply(module: nn.Module, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+    """[nodes, N]: the module's product plus `residual`; `sums` are those `sums_group(module)` asks for."""
+    if isinstance(module, KernelLinear):
+        return module.product(x, residual=residual, sums=sums)
+    if isinstance(module, DenseKernelLinear):
+        return module.product(x, residual=residual)
+    y: Tensor = module(x)
+    return y if residual is None else y + residual
+
+
+def sums_group(module: nn.Module) -> int | None:
+    """The group over which the module wants sums of its x from whoever makes x, or None."""
+    return module.sums_group if isinstance(module, KernelLinear | KernelGateUp) else None
+
+
+def attention_sums(layer: DecoderLayer, count: int, *, device: torch.device) -> Tensor | None:
+    """Where attention writes group sums for the o product, None where it cannot or none are wanted."""
+    group, columns = sums_group(layer.o), layer.heads * layer.head_dim
+    if group is None or columns % 256 or layer.head_dim not in SUMMED_HEAD_DIMS:
+        return None
+    return torch.empty(columns // group, row_bucket(count), dtype=torch.float32, device=device)

@@ -1,0 +1,160 @@
+"""Products on our Triton kernels, in the places of those in linear.py: 4-bit, gate and up with SiLU, 16-bit.
+
+Up to 64 rows a row's result is bitwise the same for any number of rows; more are a prompt's, where 4-bit matrices are
+dequantised in chunks. Matrices no kernel runs fall back on `make_linear`. Not used unless SPECQ_KERNELS=triton
+(kernel_choice.py). The packed parts are plain attributes: they belong to the device they were packed on.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specq.quant.linear import DenseLinear, make_linear
+from specq.quant.packed import PackedWeight, pack_nibbles
+from specq_kernels.launch import MAX_ROWS
+from specq_kernels.w4_layout import W4Weight, pack_w4
+from specq_kernels.w4_prefill import w4_prefill
+from specq_kernels.w4a16 import w4a16, w4a16_silu
+from specq_kernels.w16a16 import W16Weight, w16a16
+
+W4_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class KernelLinear(nn.Module):
+    """x @ weight.T + bias of a 4-bit matrix. Raises ValueError for a matrix `has_kernel` refuses."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.order = column_order(weight)
+        self.weight = pack(weight)
+        self.bias = bias
+
+    @property
+    def sums_group(self) -> int | None:
+        """The group whose sums of x a producer may hand to `product`; None where x is permuted first."""
+        return self.weight.group_size if self.order is None else None
+
+    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
+        """[rows, N] in x's dtype, for x [rows, K] in fp16 or bf16."""
+        return self.product(x)
+
+    def product(self, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+        """The same plus `residual` [rows, N], rounded once; `sums` are x's over `sums_group`."""
+        if self.order is not None:
+            x = x[:, self.order]
+        if is_decoding(x):
+            return w4a16(x, self.weight, bias=self.bias, residual=residual, sums=sums)
+        return w4_prefill(x, self.weight, bias=self.bias, residual=residual)
+
+
+class KernelGateUp(nn.Module):
+    """silu(x @ gate.T) * (x @ up.T) of one 4-bit matrix, gate's rows first. Raises ValueError as KernelLinear."""
+
+    has_fused_silu = True
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__()
+        self.order = column_order(weight)
+        self.weight = pack(weight, is_gate_up=True)
+
+    @property
+    def sums_group(self) -> int | None:
+        """As in KernelLinear."""
+        return self.weight.group_size if self.order is None else None
+
+    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
+        """[rows, N / 2] in x's dtype, for x [rows, K] in fp16 or bf16."""
+        return self.product(x)
+
+    def product(self, x: Tensor, *, sums: Tensor | None = None) -> Tensor:
+        """The same; `sums` are x's over `sums_group`."""
+        if self.order is not None:
+            x = x[:, self.order]
+        return w4a16_silu(x, self.weight, sums=sums) if is_decoding(x) else w4_prefill(x, self.weight)
+
+
+class DenseKernelLinear(DenseLinear):
+    """x @ weight.T + bias of a 16-bit matrix, in `out_dtype` (x's when None; fp32 for logits)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> None:
+        super().__init__(weight, bias)
+        self.out_dtype = out_dtype
+        self.kernel_weight = W16Weight.of(self.weight.data)
+
+    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
+        """[..., N]."""
+        return self.product(x)
+
+    def product(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """The same plus `residual` [rows, N], rounded once up to 64 rows."""
+        if is_decoding(x):
+            return w16a16(x, self.kernel_weight, bias=self.bias, residual=residual, out_dtype=self.out_dtype)
+        y = F.linear(x, self.weight, self.bias)
+        if residual is not None:
+            y = y + residual
+        return y if self.out_dtype is None else y.to(self.out_dtype)
+
+
+def make_kernel_linear(
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_gate_up: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """A module computing x @ weight.T + bias for x in `dtype` on `device`, on a kernel where one runs the matrix.
+
+    A 4-bit matrix that `is_gate_up` and has no bias is multiplied with its SiLU (`has_fused_silu` says so);
+    `out_dtype` is that of a dense matrix's result.
+    """
+    if isinstance(weight, Tensor):
+        bias = None if bias is None else bias.to(device, dtype)
+        return DenseKernelLinear(weight.to(device, dtype).contiguous(), bias, out_dtype=out_dtype)
+    if dtype not in W4_DTYPES or not has_kernel(weight):
+        return make_linear(weight, bias, device=device, dtype=dtype)
+    if is_gate_up and bias is None and weight.shape[0] % 16 == 0:
+        return KernelGateUp(weight.to(device))
+    return KernelLinear(weight.to(device), None if bias is None else bias.to(device, dtype))
+
+
+def is_decoding(x: Tensor) -> bool:
+    """Whether the kernels for few rows take x; they have no gradient."""
+    return x.ndim == 2 and x.shape[0] <= MAX_ROWS and not x.requires_grad
+
+
+def has_kernel(weight: PackedWeight) -> bool:
+    """Whether a kernel runs this matrix: its groups, 16-bit scales of one type, columns that permute into groups."""
+    level = weight.two_level
+    minima = weight.minima if level is None else level.minima
+    if weight.scales.dtype == torch.float32 or (minima is not None and minima.dtype != weight.scales.dtype):
+        return False
+    if weight.num_groups > 1 and weight.group_size not in (32, 64) and weight.group_size % 128:
+        return False
+    if weight.g_idx is None:
+        return True
+    by_group = weight.g_idx.sort(stable=True).values
+    return torch.equal(by_group.long(), torch.arange(weight.shape[1], device=by_group.device) // weight.group_size)
+
+
+def column_order(weight: PackedWeight) -> Tensor | None:
+    """int64 [K]: the columns of an act-order matrix group by group, None for one that is in order."""
+    return None if weight.g_idx is None else torch.argsort(weight.g_idx, stable=True)
+
+
+def pack(weight: PackedWeight, *, is_gate_up: bool = False) -> W4Weight:
+    """The kernels' form of the matrix, its columns in `column_order`."""
+    order, level = column_order(weight), weight.two_level
+    return pack_w4(
+        weight.codes if order is None else pack_nibbles(weight.unpacked()[:, order]),
+        weight.scales,
+        group_size=weight.group_size,
+        zeros=weight.zeros,
+        minima=weight.minima if level is None else level.minima,
+        sub_scales=None if level is None else level.scale_codes,
+        sub_minima=None if level is None else level.minimum_codes,
+        is_gate_up=is_gate_up,
+    )
