@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from factories import VOCAB, WeightsInMemory, random_weights, tiny_config
 from packed_weights import random_packed
 from torch import Tensor
 
+from specq.checkpoint import ModelSpec
 from specq.models.causal_lm import CausalLM, FeatureKind
+from specq.models.device_step import DeviceStep
+from specq.models.loader import build_model
 from specq.quant.packed import PackedWeight
 from specq.spec.tree import DraftTree, chain
 
@@ -97,6 +101,10 @@ def random_chain(nodes: int, *, seed: int, device: torch.device | None = None) -
     return chain([draw.randrange(VOCAB) for _ in range(nodes)], device=device)
 
 
+Steps = Sequence[tuple[DraftTree, Sequence[int]]]
+"""Forwards in turn, each with the path of its nodes that is kept."""
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a series of forwards left: logits of all, K, V and features of every slot they wrote."""
@@ -110,13 +118,13 @@ class Ran:
 @torch.inference_mode()
 def run_forwards(
     model: CausalLM,
-    forwards: Sequence[tuple[DraftTree, Sequence[int]]],
+    forwards: Steps,
     *,
     max_len: int,
     features: FeatureKind = "final",
     skip: int = 0,
 ) -> Ran:
-    """Each forward in turn, its nodes in the path then kept; the first `skip` say nothing in `logits`."""
+    """What the forwards leave in a new cache of `max_len` slots; the first `skip` say nothing in `logits`."""
     cache = model.new_cache(max_len, features=features)
     logits, end = [], 0
     for i, (nodes, path) in enumerate(forwards):
@@ -131,3 +139,29 @@ def run_forwards(
     return Ran(
         torch.cat(logits), cache.k[:, :, :end].clone(), cache.v[:, :, :end].clone(), cache.features[:end].clone()
     )
+
+
+def fast_model(
+    config: Mapping[str, Any], source: WeightsInMemory | None = None, *, dtype: str, device: str = "cpu"
+) -> CausalLM:
+    """The model of these (or random) weights on kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECQ_KERNELS", "triton")
+        source = source or WeightsInMemory(random_weights(config))
+        model = build_model(ModelSpec.from_config(config), source, dtype=dtype, device=device)
+    assert isinstance(model.device_step, DeviceStep)
+    return model
+
+
+def assert_equal_to_plain(fast: CausalLM, source: WeightsInMemory, steps: Steps, **options: Any) -> None:
+    """Logits, K, V and features are as close to those of float64 weights as plain decoding in the same dtype gets.
+
+    Twice its error is allowed: sums run in another order.
+    """
+    dtype, device = str(fast.dtype).removeprefix("torch."), str(fast.device)
+    rough, exact = (build_model(fast.spec, source, dtype=kind, device=device) for kind in (dtype, "float64"))
+    found, plain, expected = (run_forwards(model, steps, **options) for model in (fast, rough, exact))
+    for name in ("logits", "k", "v", "features"):
+        ours, theirs, true = (getattr(ran, name).double() for ran in (found, plain, expected))
+        assert ours.shape == true.shape
+        assert float((ours - true).abs().max()) < 2 * float((theirs - true).abs().max()) + 1e-5, name

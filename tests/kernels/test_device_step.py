@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+import weakref
 
 import pytest
 import torch
@@ -13,15 +13,18 @@ from step_cases import (
     FORMS,
     Form,
     PackedInMemory,
+    Steps,
+    assert_equal_to_plain,
+    fast_model,
     packed_config,
     random_chain,
     random_tree,
     run_forwards,
 )
 
+from specq.bench.step_times import llama_config, random_model, weight_bytes
 from specq.checkpoint import ModelSpec
 from specq.errors import UnsupportedError, UsageError
-from specq.models.causal_lm import CausalLM
 from specq.models.device_step import BUCKETS, DeviceStep, padded_count
 from specq.models.loader import build_model
 from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
@@ -29,32 +32,6 @@ from specq.quant.linear import DenseLinear
 from specq.spec.tree import DraftTree, chain
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond x in group sums hold nothing
-
-Steps = Sequence[tuple[DraftTree, Sequence[int]]]
-
-
-def fast_model(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], source: WeightsInMemory | None = None, *, dtype: str
-) -> CausalLM:
-    """The model of these (or random) weights on kernels."""
-    monkeypatch.setenv("SPECQ_KERNELS", "triton")
-    model = build_model(ModelSpec.from_config(config), source or WeightsInMemory(random_weights(config)), dtype=dtype)
-    monkeypatch.delenv("SPECQ_KERNELS")
-    assert isinstance(model.device_step, DeviceStep)
-    return model
-
-
-def assert_equal_to_plain(fast: CausalLM, source: WeightsInMemory, steps: Steps, **options: Any) -> None:
-    """Logits, K, V and features are as close to those of float64 weights as plain decoding in the same dtype gets.
-
-    Twice its error is allowed: sums run in another order.
-    """
-    exact, rough = (build_model(fast.spec, source, dtype=dtype) for dtype in ("float64", str(fast.dtype)[6:]))
-    found, plain, expected = (run_forwards(model, steps, **options) for model in (fast, rough, exact))
-    for name in ("logits", "k", "v", "features"):
-        ours, theirs, true = (getattr(ran, name).double() for ran in (found, plain, expected))
-        assert ours.shape == true.shape
-        assert float((ours - true).abs().max()) < 2 * float((theirs - true).abs().max()) + 1e-5, name
 
 
 def forwards(*, prompt: int) -> Steps:
@@ -69,17 +46,17 @@ def forwards(*, prompt: int) -> Steps:
 
 
 @pytest.mark.parametrize("case", DENSE)
-def test_chains_and_trees_equal_the_plain_forward(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_and_trees_equal_the_plain_forward(case: str) -> None:
     source = WeightsInMemory(random_weights(DENSE[case]))
-    fast = fast_model(monkeypatch, DENSE[case], source, dtype="float32")
+    fast = fast_model(DENSE[case], source, dtype="float32")
     assert_equal_to_plain(fast, source, forwards(prompt=66), max_len=90, skip=1)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_4_bit_form_equals_the_plain_forward(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_4_bit_form_equals_the_plain_forward(form: str) -> None:
     config = packed_config(FORMS[form], num_hidden_layers=1)
     source = PackedInMemory(config, FORMS[form])
-    fast = fast_model(monkeypatch, config, source, dtype="float16")
+    fast = fast_model(config, source, dtype="float16")
     layer = fast.layers[0]
     kinds = {type(module) for module in (layer.qkv, layer.o, layer.gate_up, layer.down)}
     assert kinds == ({KernelLinear, KernelGateUp} if FORMS[form].group_size != 16 else {DenseLinear})
@@ -87,26 +64,26 @@ def test_every_4_bit_form_equals_the_plain_forward(form: str, monkeypatch: pytes
     assert_equal_to_plain(fast, source, steps, max_len=90, skip=1)
 
 
-def test_a_full_tree_equals_the_plain_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_tree_equals_the_plain_forward() -> None:
     config = tiny_config(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
     source = WeightsInMemory(random_weights(config))
-    fast = fast_model(monkeypatch, config, source, dtype="float16")
+    fast = fast_model(config, source, dtype="float16")
     steps = [(random_chain(65, seed=5), range(65)), (random_tree(64, seed=6), [0])]
     assert_equal_to_plain(fast, source, steps, max_len=140)
 
 
-def test_features_of_layers_are_kept_in_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_of_layers_are_kept_in_the_order_asked_for() -> None:
     config = tiny_config(num_attention_heads=2, num_key_value_heads=1)
     source = WeightsInMemory(random_weights(config))
-    fast = fast_model(monkeypatch, config, source, dtype="float32")
+    fast = fast_model(config, source, dtype="float32")
     steps = [(random_chain(2, seed=1), range(2)), (random_tree(4, seed=2), [0])]
     assert_equal_to_plain(fast, source, steps, max_len=16, features=(2, 0, 1))
 
 
-def test_a_chain_row_does_not_depend_on_how_many_rows_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_row_does_not_depend_on_how_many_rows_run() -> None:
     form = Form(128)
     config = packed_config(form, num_hidden_layers=1)
-    fast = fast_model(monkeypatch, config, PackedInMemory(config, form), dtype="float16")
+    fast = fast_model(config, PackedInMemory(config, form), dtype="float16")
     tokens = random_chain(8, seed=7).tokens.tolist()
     whole = run_forwards(fast, [(chain(tokens), range(8))], max_len=40)
     for cut in (1, 6):
@@ -116,9 +93,9 @@ def test_a_chain_row_does_not_depend_on_how_many_rows_run(monkeypatch: pytest.Mo
             assert torch.equal(getattr(ran, name), getattr(whole, name)), name
 
 
-def test_padding_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_nodes_change_nothing() -> None:
     """Five nodes run as a bucket of eight, or alone where the cache has no room for eight."""
-    fast = fast_model(monkeypatch, tiny_config(num_hidden_layers=1), dtype="float16")
+    fast = fast_model(tiny_config(num_hidden_layers=1), dtype="float16")
     nodes = random_tree(5, seed=8)
     padded, alone = (run_forwards(fast, [(nodes, [0])], max_len=max_len) for max_len in (32, 5))
     for name in ("logits", "k", "v", "features"):
@@ -131,8 +108,8 @@ def test_nodes_are_padded_to_buckets_that_fit() -> None:
     assert BUCKETS[-1] == 64
 
 
-def test_only_the_rows_asked_for_get_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = fast_model(monkeypatch, tiny_config(num_hidden_layers=1), dtype="float32")
+def test_only_the_rows_asked_for_get_logits() -> None:
+    fast = fast_model(tiny_config(num_hidden_layers=1), dtype="float32")
     nodes, cache = random_chain(3, seed=9), fast.new_cache(16)
     whole = fast(nodes, cache)
     assert torch.equal(fast(nodes, cache, rows=slice(1, None)).logits, whole.logits[1:])
@@ -140,8 +117,24 @@ def test_only_the_rows_asked_for_get_logits(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache.length == 0
 
 
-def test_logits_are_not_rounded_to_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = fast_model(monkeypatch, tiny_config(num_hidden_layers=1), dtype="float16")
+def test_a_model_with_its_step_is_freed_with_its_last_name() -> None:
+    """And a cache that a step was bound to: on a GPU both are most of the memory."""
+    fast = fast_model(tiny_config(num_hidden_layers=1), dtype="float32")
+    cache = fast.new_cache(8)
+    fast(random_chain(1, seed=1), cache)
+    gone = weakref.ref(cache), weakref.ref(fast)
+    gc.disable()
+    try:
+        del cache
+        assert gone[0]() is None
+        del fast
+        assert gone[1]() is None
+    finally:
+        gc.enable()
+
+
+def test_logits_are_not_rounded_to_the_models_dtype() -> None:
+    fast = fast_model(tiny_config(num_hidden_layers=1), dtype="float16")
     logits = fast(random_chain(2, seed=1), fast.new_cache(8)).logits
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.half().float())
@@ -179,3 +172,16 @@ def test_kernels_run_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SPECQ_KERNELS", "cuda")
     with pytest.raises(UsageError, match="SPECQ_KERNELS is `cuda`"):
         build_model(spec, source, dtype="float32")
+
+
+def test_random_models_of_the_step_benchmark_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECQ_KERNELS", "triton")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = llama_config(**sizes, num_key_value_heads=1, vocab_size=VOCAB)
+    model = random_model(config, device="cpu", dtype="float16")
+    assert isinstance(model.device_step, DeviceStep)
+    logits = model(random_chain(1, seed=0), model.new_cache(8)).logits
+    assert 0.3 < float(logits.std()) < 3
+    # qkv, o, gate and up, down in 4 bits and padded to 128 by 256, with a scale a group; the head in 16
+    padded = 256 * 256 + 128 * 256 + 512 * 256 + 128 * 256
+    assert weight_bytes(model) == padded // 2 + padded // 128 * 2 + VOCAB * 128 * 2

@@ -82,6 +82,11 @@ class DeviceStep:
             positions=step.depths[:count].long() + base,
         )
 
+    def captured(self, cache: KVCache) -> tuple[int, ...]:
+        """The node counts this cache has graphs for, ascending."""
+        step = self._bound.get(cache)
+        return () if step is None else step.captured
+
 
 def padded_count(count: int, *, room: int) -> int:
     """Nodes to run: the least bucket that holds `count`, or `count` itself where so many slots are not left."""
@@ -135,10 +140,15 @@ class _BoundStep:
             self._forward(count)
             return
         if count not in self._graphs:
-            self._graphs[count] = self._captured(count)
+            self._graphs[count] = self._capture(count)
         self._graphs[count].replay()
 
-    def _captured(self, count: int) -> torch.cuda.CUDAGraph:
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The node counts that have a graph, ascending."""
+        return tuple(sorted(self._graphs))
+
+    def _capture(self, count: int) -> torch.cuda.CUDAGraph:
         """The graph of `_forward(count)`, which runs once before: kernels compile and load outside of a capture."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
