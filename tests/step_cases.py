@@ -156,7 +156,8 @@ def fast_model(
 def assert_equal_to_plain(fast: CausalLM, source: WeightsInMemory, steps: Steps, **options: Any) -> None:
     """Logits, K, V and features are as close to those of float64 weights as plain decoding in the same dtype gets.
 
-    Twice its error is allowed: sums run in another order.
+    Sums run in another order, so the errors are others: half as large again over all values is allowed, and four
+    times for the largest, which a single row with a near-tie in its attention decides.
     """
     dtype, device = str(fast.dtype).removeprefix("torch."), str(fast.device)
     rough, exact = (build_model(fast.spec, source, dtype=kind, device=device) for kind in (dtype, "float64"))
@@ -164,4 +165,6 @@ def assert_equal_to_plain(fast: CausalLM, source: WeightsInMemory, steps: Steps,
     for name in ("logits", "k", "v", "features"):
         ours, theirs, true = (getattr(ran, name).double() for ran in (found, plain, expected))
         assert ours.shape == true.shape
-        assert float((ours - true).abs().max()) < 2 * float((theirs - true).abs().max()) + 1e-5, name
+        ours, theirs = (ours - true).abs(), (theirs - true).abs()
+        assert float(ours.square().mean().sqrt()) < 1.5 * float(theirs.square().mean().sqrt()) + 1e-6, name
+        assert float(ours.max()) < 4 * float(theirs.max()) + 1e-5, name
