@@ -132,7 +132,7 @@ class RandomWeights:
         if not self.is_packed(prefix):
             return self.tensor(f"{prefix}.weight")
         rows, columns = self._shapes[f"{prefix}.weight"]
-        codes = torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32, device=self._device)
+        codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int32, device=self._device)
         # codes around 8 have a deviation of 4.6
         scales = torch.full((rows, -(-columns // GROUP)), columns**-0.5 / 4.6, dtype=torch.float16, device=self._device)
         return PackedWeight(codes, scales, group_size=min(GROUP, columns))
