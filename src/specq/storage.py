@@ -57,13 +57,16 @@ def bytes_below(folder: Path) -> int:
     return total
 
 
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Raises DiskFullError when the disk of `folder` has less than `num_bytes` left."""
+def require_space(
+    folder: Path, num_bytes: int, *, hint: str = "free some space, or set SPECQ_CACHE and HF_HOME to another disk"
+) -> None:
+    """Raises DiskFullError when the disk of `folder`, which may not exist yet, has less than `num_bytes` left."""
+    while not folder.exists():
+        folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise DiskFullError(
-            f"`{folder}` has {free / 1e9:.2f} GB left on its disk, {num_bytes / 1e9:.2f} GB are needed",
-            hint="free some space, or set SPECQ_CACHE and HF_HOME to another disk",
+            f"`{folder}` has {free / 1e9:.2f} GB left on its disk, {num_bytes / 1e9:.2f} GB are needed", hint=hint
         )
 
 

@@ -47,7 +47,7 @@ def test_a_head_is_trained_measured_and_loads(call, target, tmp_path) -> None:
     plain = call("run", target, "hello", "--pipeline", "plain", *ANSWER)
     assert (answer.code, json.loads(answer.out)["token_ids"]) == (0, json.loads(plain.out)["token_ids"])
     assert call("check", target, tmp_path / "head").code == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".head.specq.lock", "head"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
 
 
 ANSWER = ("--max-new-tokens", "12", "--temperature", "0", "--dtype", "float32", "--json")

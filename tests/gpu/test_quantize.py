@@ -15,7 +15,8 @@ from factories import tiny_config, write_model
 
 from specq.checkpoint import ModelSpec
 from specq.compress.plan import Settings, peak_bytes
-from specq.compress.runner import Calibration, Report, quantize
+from specq.compress.report import Report
+from specq.compress.runner import Calibration, quantize
 from specq.models.loader import expected_tensors
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from specq.errors import GateError
 
 if TYPE_CHECKING:
     from specq.compress.layers import MatrixReport
-    from specq.compress.runner import Report
+    from specq.compress.report import Report
     from specq.recipe import QuantizeSection, Recipe
 
 METHOD, TEXT, RESULT = "Method", "Calibration", "Result"
@@ -164,7 +164,8 @@ def _recipe(model: str | None, overrides: Sequence[str]) -> Recipe:
 
 
 def _run(recipe: Recipe, out: Path, *, device: str, overwrite: bool, offline: bool, console: Console) -> Report:
-    from specq.compress.runner import Provenance, quantize
+    from specq.compress.report import Provenance
+    from specq.compress.runner import quantize
     from specq.hub import resolve_model
     from specq.spec.load import choose_device
 

@@ -9,7 +9,7 @@ from specq.compress.evaluation import RESULT, ROUNDED, SOURCE
 
 if TYPE_CHECKING:
     from specq.compress.layers import MatrixReport
-    from specq.compress.runner import Report
+    from specq.compress.report import Report
 
 TITLES = {SOURCE: "source", ROUNDED: "rounding to nearest", RESULT: "this model"}
 

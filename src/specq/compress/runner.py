@@ -21,17 +21,20 @@ from specq.checkpoint import ModelSpec, read_config
 from specq.compress import card, writer
 from specq.compress.activations import Activations
 from specq.compress.calibration import TokenSet, calibration_tokens, evaluation_tokens
-from specq.compress.evaluation import Score, evaluate
+from specq.compress.evaluation import evaluate
+from specq.compress.layer_files import LayerWorkspace
 from specq.compress.layers import LayerQuantizer, MatrixReport, Stream
 from specq.compress.plan import Plan, Settings, disk_bytes, peak_bytes, plan_quantization
-from specq.compress.workspace import Workspace, check_output, disk_errors, open_workspace, require_disk
+from specq.compress.report import Provenance, Report
 from specq.environment import describe_environment, package_version
 from specq.errors import NotEnoughMemoryError, UsageError
 from specq.models.loader import EMBEDDING, check_tensors, choose_dtype, expected_tensors, model_spec
 from specq.models.memory import free_bytes
 from specq.models.rope import RopeTable
+from specq.storage import require_space
 from specq.tensors import WeightSource, open_weights
 from specq.tokenizer import Tokenizer
+from specq.workspace import check_output, disk_errors, open_workspace
 
 log = logging.getLogger("specq")
 
@@ -55,53 +58,6 @@ class Calibration:
     source: str = "bundled"
     samples: int | None = None
     seq_len: int = 512
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Where the source comes from, without the paths of this machine: a Hub id or a folder's name, and its revision."""
-
-    name: str
-    revision: str | None = None
-    command: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a finished run says of itself."""
-
-    output: Path
-    provenance: Provenance
-    settings: Settings
-    plan: Plan
-    calibration: dict[str, Any] | None
-    matrices: tuple[MatrixReport, ...]
-    scores: dict[str, Score]
-    evaluation_tokens: int
-    num_bytes: int
-    resumed_layers: int
-    seconds: float
-    peak_device_bytes: int | None
-    peak_host_bytes: int | None
-    environment: dict[str, Any]
-
-    def record(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return {
-            "output": str(self.output),
-            "source": {"name": self.provenance.name, "revision": self.provenance.revision},
-            "settings": {**asdict(self.settings), "group_size": self.plan.group_size},
-            "calibration": self.calibration,
-            "evaluation": {name: asdict(score) for name, score in self.scores.items()}
-            | {"tokens": self.evaluation_tokens},
-            "matrices": [asdict(matrix) for matrix in self.matrices],
-            "bytes": self.num_bytes,
-            "resumed_layers": self.resumed_layers,
-            "seconds": round(self.seconds, 1),
-            "peak_device_bytes": self.peak_device_bytes,
-            "peak_host_bytes": self.peak_host_bytes,
-            "environment": self.environment,
-        }
 
 
 @torch.inference_mode()
@@ -136,7 +92,7 @@ def quantize(
     plan = plan_quantization(spec, settings)
     weights = open_weights(source, spec)
     check_tensors(spec, weights)
-    require_disk(output.parent, 2 * disk_bytes(spec, plan))
+    require_space(output.parent, 2 * disk_bytes(spec, plan), hint="free some space, or choose another disk with -o")
     job = _Job(spec, weights, plan, settings, device, on_progress)
     job.require_memory()
     tokenizer = Tokenizer.load(source)
@@ -161,7 +117,8 @@ def quantize(
         "torch": torch.__version__,
         "specq": package_version("specq"),
     }
-    with open_workspace(output, fingerprint, overwrite=overwrite) as workspace:
+    workspace = LayerWorkspace(output)
+    with open_workspace(workspace, fingerprint, verb="quantize", overwrite=overwrite):
         resumed, matrices = job.quantize_layers(workspace, tokens)
         on_progress("writing")
         with disk_errors(output.parent):
@@ -216,7 +173,7 @@ class _Job:
                 hint="stop what else uses it, or quantize on the CPU with --device cpu",
             )
 
-    def quantize_layers(self, workspace: Workspace, tokens: TokenSet | None) -> tuple[int, list[MatrixReport]]:
+    def quantize_layers(self, workspace: LayerWorkspace, tokens: TokenSet | None) -> tuple[int, list[MatrixReport]]:
         """How many layers an earlier run had done, and the reports of all."""
         rope = RopeTable(self.spec.rope, self.spec.head_dim, dtype=self.dtype, device=torch.device(self.device))
         streams = None
@@ -243,7 +200,7 @@ class _Job:
     def _say_product(self, index: int, left: str, product: str) -> None:
         self.say(f"layer {index + 1} of {self.spec.layers}, {product}{left}")
 
-    def all_tensors(self, workspace: Workspace) -> Iterator[tuple[str, Tensor]]:
+    def all_tensors(self, workspace: LayerWorkspace) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the finished model: what stays in 16 bits, then layer by layer what was quantized."""
         yield from writer.dense_tensors(self.spec, self.weights, self.plan)
         for index in range(self.spec.layers):

@@ -36,7 +36,7 @@ from specq.train.eagle import HeadTask
 from specq.train.generate import AnswerWriter
 from specq.train.intermediate import IntermediateTask, choose_layers, layer_importance
 from specq.train.loop import Progress, Task, train
-from specq.train.workspace import Workspace, check_output, open_workspace
+from specq.workspace import Workspace, check_output, open_workspace
 
 IMPORTANCE_BATCHES = 4
 DIGEST_BYTES = 1 << 16
@@ -109,7 +109,8 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     prompts, held_out_ids = (encode_prompts(tokenizer, each, longest=longest) for each in (training, held_out))
     digest = target_digest(job.target.path)
     check_memory([(spec, job.target.path, settings.length)], device=job.device, dtype=job.dtype)
-    with open_workspace(job.output, _fingerprint(job, digest), overwrite=job.overwrite) as workspace:
+    workspace = Workspace(job.output)
+    with open_workspace(workspace, _fingerprint(job, digest), verb="distill", overwrite=job.overwrite):
         say(f"loading {job.target.repo_id or job.target.path.name}")
         model = load_model(job.target.path, device=job.device, dtype=job.dtype)
         sequences = _answers(job, model, tokenizer, prompts, digest, say)
@@ -254,7 +255,7 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
 def _train(task: Task, source: BatchSource, run: _Run, workspace: Workspace, say: Say) -> Progress:
     """Train, once there is room for the checkpoints."""
     require_space(workspace.folder, DISK_BYTES * sum(p.numel() for p in task.parameters.values()))
-    return train(task, source, run.job.settings, checkpoint=workspace.checkpoint, say=say)
+    return train(task, source, run.job.settings, checkpoint=workspace.folder / "checkpoint.safetensors", say=say)
 
 
 def _source(run: _Run) -> BatchSource:

@@ -12,7 +12,8 @@ from factories import tiny_config, write_model
 
 import specq.compress
 from specq.compress.plan import Settings
-from specq.compress.runner import Calibration, Report, quantize
+from specq.compress.report import Report
+from specq.compress.runner import Calibration, quantize
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specq.checkpoint import ModelSpec, read_config
-from specq.compress.runner import Report
+from specq.compress.report import Report
 from specq.models.loader import expected_tensors
 from specq.tensors import open_weights
 

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 
 from specq.checkpoint import ModelSpec, read_config
 from specq.compress.plan import Settings
-from specq.compress.runner import Calibration, Provenance, Report, quantize
+from specq.compress.report import Provenance, Report
+from specq.compress.runner import Calibration, quantize
 from specq.errors import DiskFullError, SpecqError, UnsupportedError, UsageError
 from specq.models.loader import load_model
 from specq.spec.tree import chain
@@ -288,7 +289,7 @@ def test_too_little_disk_is_said_before_work_starts(run: Run, source: Path, monk
     assert not (source.parent / "out").exists()
 
 
-@pytest.mark.parametrize("module", ["workspace", "writer"])
+@pytest.mark.parametrize("module", ["layer_files", "writer"])
 def test_a_disk_that_fills_up_leaves_no_output_and_can_be_resumed(
     run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
