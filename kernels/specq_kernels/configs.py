@@ -72,7 +72,7 @@ def launch_options(config: Config, *, early: bool) -> dict[str, object]:
 
 def default_split(n: int, k: int, processors: int) -> int:
     """Parts of K so that about two tiles of 64 columns run on each multiprocessor, four steps of 256 at least each."""
-    tiles = n // 64
+    tiles = max(1, n // 64)
     wanted = max(1, round(2 * processors / tiles))
     return max(1, min(wanted, k // 1024, 16))
 

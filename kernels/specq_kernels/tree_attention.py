@@ -71,7 +71,7 @@ def tree_attention(
     block_q = 64 if rows <= 64 else 128
     early = has_dependent_launch(q)
     options = {} if interpreted() else {"num_warps": block_q // 16, "launch_pdl": early}
-    _chunk_kernel[(kv_heads, triton.cdiv(rows, block_q), chunks)](
+    _attention_chunk_kernel[(kv_heads, triton.cdiv(rows, block_q), chunks)](
         q, k, v, mask, depths if depths is not None else mask, length, partial, top_total, top_total[1],
         nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0,
         KV_HEADS=kv_heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
@@ -79,7 +79,7 @@ def tree_attention(
     )  # fmt: skip
     heads_a_program = max(1, group // head_dim)
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
-    _combine_kernel[(nodes, heads // heads_a_program)](
+    _attention_combine_kernel[(nodes, heads // heads_a_program)](
         partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes,
         HEADS=heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_H=heads_a_program, CHUNK=chunk, BLOCK_C=min(16, triton.next_power_of_2(chunks)),
@@ -143,7 +143,7 @@ def sums_group(sums: Tensor | None, rows: int, columns: int, head_dim: int) -> i
 
 
 @triton.jit(do_not_specialize=["nodes", "window"])
-def _chunk_kernel(
+def _attention_chunk_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, depth_ptr, length_ptr, partial_ptr, top_ptr, total_ptr,
     nodes, max_len, scale, window,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -235,7 +235,7 @@ def _add_tile(acc, top, total, scores, values):
 
 
 @triton.jit(do_not_specialize=["nodes"])
-def _combine_kernel(
+def _attention_combine_kernel(
     partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, nodes,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,

@@ -66,8 +66,9 @@ for rows, tile in DEFAULT_TILES["w16a16"].items():
 for head_dim, window in ((128, False), (80, True)):
     constants = dict(KV_HEADS=2, SHARED=4, HEAD_DIM=head_dim, BLOCK_D=128, BLOCK_Q=64, TILE=64, CHUNK=256,
                      WINDOWED=window, STAGES=3, EARLY=EARLY)
-    build(f"attention {head_dim}", tree_attention._chunk_kernel, constants)
-build("combine", tree_attention._combine_kernel, dict(HEADS=8, SHARED=4, HEAD_DIM=64, BLOCK_D=64, BLOCK_H=2, CHUNK=256,
+    build(f"attention {head_dim}", tree_attention._attention_chunk_kernel, constants)
+build("combine", tree_attention._attention_combine_kernel,
+      dict(HEADS=8, SHARED=4, HEAD_DIM=64, BLOCK_D=64, BLOCK_H=2, CHUNK=256,
       BLOCK_C=16, GROUP=128, STRIDE=16, EARLY=EARLY))
 build("norm", norm_rope._rms_norm_kernel,
       dict(HAS_RESIDUAL=True, GROUP=128, STRIDE=16, BLOCK=8192, EARLY=EARLY), warps=8)

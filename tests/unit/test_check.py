@@ -13,9 +13,11 @@ from tiny_tokenizers import CHATML, byte_level, save
 from tokenizers import AddedToken
 
 from specq.checkpoint import ModelSpec
-from specq.errors import SpecqError
+from specq.errors import SpecqError, UnsupportedError
 from specq.models.inventory import expected_tensors
+from specq.recipe import build_recipe
 from specq.spec.check import check_pair
+from specq.spec.load import load_pipeline
 
 WEIGHTS = "model.safetensors"
 
@@ -356,3 +358,12 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.path,)
+
+
+def test_head_in_the_place_of_an_intermediate_is_refused_before_weights_load(target: Path, tmp_path: Path) -> None:
+    drafter = head(tmp_path / "head", head_shapes())
+    assert all(result.status != "fail" for result in check_pair(target, drafter, role="target_head"))
+    last = check_pair(target, drafter, role="intermediate")[-1]
+    assert (last.name, last.status) == ("kind", "fail")
+    with pytest.raises(UnsupportedError, match="is an EAGLE head and no whole model"):
+        load_pipeline(build_recipe({"target": str(target), "intermediate": str(drafter)}), pipeline="sequence")

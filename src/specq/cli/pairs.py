@@ -79,9 +79,7 @@ class Models:
         folders = self.snapshot(target), self.snapshot(drafter)
         key = (*folders, part)
         if key not in self._pairs:
-            tests = check_pair(folders[0].path, folders[1].path)
-            if part is not None and all(test.status != "fail" for test in tests):
-                tests += _wrong_kind(folders[1], drafter.model, part)
+            tests = check_pair(folders[0].path, folders[1].path, role=part)
             self._pairs[key] = Pair(target.model, drafter.model, tests)
         return self._pairs[key]
 
@@ -93,14 +91,3 @@ def same_model(*models: str) -> str | None:
     if not {DEMO_NAME, DEMO_ORIGIN} & set(models):
         return None
     return f"`{DEFAULT_RECIPE}`, `{DEMO_NAME}` and {DEMO_ORIGIN} (4-bit) are the same model"
-
-
-def _wrong_kind(snapshot: Snapshot, name: str, part: str) -> list[CheckResult]:
-    """The failed test of a whole model where a head belongs, or the other way round; its files can be read."""
-    from specq.spec.check_head import CheckResult, is_head
-
-    wants_head = part.endswith("_head")
-    if is_head(snapshot.path) == wants_head:
-        return []
-    is_not = "is a whole model and no EAGLE head" if wants_head else "is an EAGLE head and no whole model"
-    return [CheckResult("kind", "fail", f"`{name}` {is_not}")]

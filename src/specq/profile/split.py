@@ -17,7 +17,7 @@ SPLIT_NODES = (1, 8, 32)
 REPEATS = 3
 
 ATTENTION = ("attention", "flash", "fmha", "sdpa", "bmm")
-PRODUCTS = ("mm", "gemm", "gemv", "linear", "w4a16", "int4", "cutlass", "splitk", "nvjet", "xmma")
+PRODUCTS = ("mm", "gemm", "gemv", "linear", "w4a16", "w16a16", "int4", "cutlass", "splitk", "nvjet", "xmma")
 """Parts of the names of operators and kernels; attention is looked for first."""
 
 

@@ -24,8 +24,22 @@ MEMORY_CONTEXT = 8192
 T = TypeVar("T")
 
 
-def check_pair(target: Path, drafter: Path) -> list[CheckResult]:
-    """The tests of a pair, in the order in which a reader needs them; `fail` means that it cannot run."""
+def check_pair(target: Path, drafter: Path, *, role: str | None = None) -> list[CheckResult]:
+    """The tests of a pair, in the order in which a reader needs them; `fail` means that it cannot run.
+
+    With a `role`, a part of a pipeline such as `intermediate` or `target_head`, also whether it is of the right kind.
+    """
+    results = _pair_tests(target, drafter)
+    if role is None or any(result.status == "fail" for result in results):
+        return results
+    wants_head = role.endswith("_head")
+    if is_head(drafter) == wants_head:
+        return results
+    is_not = "is a whole model and no EAGLE head" if wants_head else "is an EAGLE head and no whole model"
+    return [*results, CheckResult("kind", "fail", f"`{drafter.name}` {is_not}")]
+
+
+def _pair_tests(target: Path, drafter: Path) -> list[CheckResult]:
     results: list[CheckResult] = []
     target_spec = _attempt(results, "target", lambda: model_spec(target), _describe_model)
     whole = [_weights(results, "target weights", target_spec, target)]

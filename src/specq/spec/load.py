@@ -230,7 +230,7 @@ def _snapshot(ref: ModelRef, offline: bool | None, say: Callable[[str], None]) -
 
 def _require_fit(target: Path, drafter: Path) -> None:
     """Raise UnsupportedError naming the first test this pair does not pass."""
-    for result in check_pair(target, drafter):
+    for result in check_pair(target, drafter, role="intermediate"):
         if result.status == "fail":
             raise UnsupportedError(
                 f"target and intermediate do not fit: {result.name}: {result.detail}",
