@@ -14,6 +14,9 @@ from torch import Tensor
 MASK32 = 0xFFFFFFFF
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+NOISE_AT_ONCE = 2**16
+"""Noise made at a time on a CPU, so that it stays in the cache (60 rows of 49152 ids: 180 ms instead of 800)."""
+
 TOP_P_CANDIDATES = 1024
 """Candidates sorted at first for top-p; a flatter distribution is sorted whole."""
 
@@ -126,6 +129,15 @@ def penalize(logits: Tensor, seen: Seen, penalty: float) -> Tensor:
 
 def gumbel_noise(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
     """float32 Gumbel noise -log(-log(u)), u of 32 bits, never infinite; `positions` and `ids` (int64) broadcast."""
+    positions, ids = torch.broadcast_tensors(positions, ids)
+    if ids.numel() <= NOISE_AT_ONCE or ids.dim() == 0 or ids.is_cuda:
+        return _gumbel_noise(seed, positions, ids)
+    rows = max(1, NOISE_AT_ONCE * ids.shape[0] // ids.numel())
+    parts = zip(positions.split(rows), ids.split(rows), strict=True)
+    return torch.cat([_gumbel_noise(seed, some, of) for some, of in parts])
+
+
+def _gumbel_noise(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
     # float64 holds u = 1 - 2**-33 exactly; in float32 it would be 1 and the noise infinite.
     u = (philox(seed, positions, ids).double() + 0.5) / 2.0**32
     return (-torch.log(-torch.log(u))).float()

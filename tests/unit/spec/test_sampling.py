@@ -117,3 +117,11 @@ def test_every_token_of_a_flat_distribution_appears_over_seeds_and_a_seed_repeat
     assert set(drawn) == set(range(8))
     assert drawn == [int(Sampler(temperature=1.0, seed=seed)(logits, position)) for seed in range(300)]
     assert np.bincount(drawn, minlength=8).min() > 15
+
+
+def test_noise_made_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions, ids = torch.arange(7)[:, None], torch.arange(50)
+    whole = gumbel_noise(3, positions, ids)
+    monkeypatch.setattr(sampling, "NOISE_AT_ONCE", 120)
+    assert torch.equal(gumbel_noise(3, positions, ids), whole)
+    assert torch.equal(gumbel_noise(3, positions, ids.expand(7, -1)), whole)
