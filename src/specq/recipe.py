@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -269,17 +269,17 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     """The keys allowed where an unknown one was found."""
-    sections: dict[str, type[BaseModel]] = {
-        "target": ModelRef,
-        "quantize": QuantizeSection,
-        "intermediate": IntermediateSection,
-        "drafter": DrafterSection,
-        "pipeline": PipelineSection,
-        "sampling": Sampling,
-        "distill": DistillSection,
-    }
-    section = sections.get(str(location[0]), Recipe) if len(location) > 1 else Recipe
+    section: type[BaseModel] = Recipe
+    for name in location[:-1]:
+        section = _section_in(section.model_fields[str(name)].annotation) or section
     return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section an annotation speaks of, through `Annotated` and `| None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
 
 
 def _folders_here() -> list[str]:

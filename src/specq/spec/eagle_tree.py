@@ -14,7 +14,7 @@ from torch import Tensor
 from specq.models.cache import KVCache
 from specq.models.eagle import EagleHead
 from specq.spec.drafters import NoDrafter
-from specq.spec.sampling import Seen
+from specq.spec.sampling import Seen, distinct_ids
 from specq.spec.tree import DraftTree, chain
 from specq.spec.verifier import PREFILL_CHUNK, Verifier
 
@@ -95,7 +95,8 @@ class EagleTree(NoDrafter):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Every candidate drafted: (tokens, parents, cumulative scores fp32), parents as candidate indices or -1."""
         device, top_k = state.device, self.shape.top_k
-        scores, ids = self._guess(context, chain([], device=device), state, position=len(context), start=-1)
+        known = distinct_ids(context, device) if self.verifier.sampler.needs_seen else None
+        scores, ids = self._guess(known, chain([], device=device), state, position=len(context), start=-1)
         tokens, parents, totals = [ids[0]], [torch.full_like(ids[0], -1)], [scores[0]]
         level = _Level(torch.arange(len(ids[0]), device=device), scores[0], ids[0], state.expand(len(ids[0]), -1))
         nodes = chain(trunk, device=device)
@@ -106,9 +107,7 @@ class EagleTree(NoDrafter):
                 torch.cat([nodes.tokens, level.tokens.int()]), torch.cat([nodes.parents, rows.int()]), False
             )
             out = self.head(nodes, level.states, self.cache, start=start)
-            below = (nodes.parents[len(trunk) :] - len(trunk)).clamp(min=-1)
-            drafted = DraftTree(nodes.tokens[len(trunk) :], below, False)
-            scores, ids = self._guess(context, drafted, out, position=len(context) + deeper, start=start - len(trunk))
+            scores, ids = self._guess(known, nodes, out, position=len(context) + deeper, start=start)
             cumulative = level.scores[:, None] + scores  # [nodes of the level, children]
             first = sum(len(part) for part in tokens)
             tokens.append(ids.flatten())
@@ -120,17 +119,11 @@ class EagleTree(NoDrafter):
         return torch.cat(tokens), torch.cat(parents), torch.cat(totals)
 
     def _guess(
-        self, context: Sequence[int], drafted: DraftTree, states: Tensor, *, position: int, start: int
+        self, context_ids: Tensor | None, nodes: DraftTree, states: Tensor, *, position: int, start: int
     ) -> tuple[Tensor, Tensor]:
-        """Scores and ids of the children of the drafted nodes from `start` on (-1: of the context's end)."""
-        sampler = self.verifier.sampler
-        seen = None
-        if sampler.needs_seen:
-            context_ids = torch.tensor(sorted(set(context)), dtype=torch.int64, device=states.device)
-            ancestors = drafted.ancestor_mask()
-            asking = ancestors[start:] if start >= 0 else ancestors.new_zeros(1, 0)
-            seen = Seen(context_ids, drafted.tokens.long(), asking)
+        """Scores and ids of the children of the nodes from `start` on (-1: of the context's end)."""
+        seen = None if context_ids is None else Seen.of(context_ids, nodes, start=start)
         positions = torch.full((states.shape[0],), position, dtype=torch.int64, device=states.device)
-        return sampler.guesses(
+        return self.verifier.sampler.guesses(
             self.head.logits(states), positions, seen, count=self.shape.top_k, noise_scale=self.shape.noise_scale
         )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specq.models.causal_lm import CausalLM
-from specq.spec.sampling import Sampler, Seen, gumbel_noise, penalize
+from specq.spec.sampling import Sampler, Seen, distinct_ids, gumbel_noise, penalize
 from specq.spec.session import Generation
 from specq.spec.tree import chain
 from specq.spec.verifier import PREFILL_CHUNK
@@ -168,8 +168,7 @@ def teacher_forced(
         out = model.forward(nodes, cache)
         logits = out.logits.double()
         if sampler.needs_seen:
-            seen_ids = torch.tensor(sorted({*before, *fed[:start]}), dtype=torch.int64, device=model.device)
-            seen = Seen(seen_ids, nodes.tokens.long(), nodes.ancestor_mask())
+            seen = Seen.of(distinct_ids([*before, *fed[:start]], model.device), nodes, start=0)
             logits = penalize(logits, seen, sampler.repetition_penalty)
         cache.keep(range(len(nodes)))
         yield start, logits[:, : sampler.vocab], out.positions + 1

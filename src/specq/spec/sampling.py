@@ -6,10 +6,13 @@ only. Source: DESIGN.md section 1; Philox4x32-10, Salmon et al. 2011; shared noi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from specq.spec.tree import DraftTree
 
 MASK32 = 0xFFFFFFFF
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
@@ -31,6 +34,18 @@ class Seen:
     context_ids: Tensor
     tokens: Tensor
     ancestors: Tensor
+
+    @classmethod
+    def of(cls, context_ids: Tensor, nodes: DraftTree, *, start: int) -> Seen:
+        """What counts for the nodes from `start` on (-1: one row, the context's end, before any node)."""
+        ancestors = nodes.ancestor_mask()
+        rows = ancestors[start:] if start >= 0 else ancestors.new_zeros(1, len(nodes))
+        return cls(context_ids, nodes.tokens.long(), rows)
+
+
+def distinct_ids(context: Iterable[int], device: torch.device) -> Tensor:
+    """int64 [n]: the ids of a context, each once."""
+    return torch.tensor(sorted(set(context)), dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM
-from specq.spec.sampling import Sampler, Seen
+from specq.spec.sampling import Sampler, Seen, distinct_ids
 from specq.spec.tree import MAX_NODES, DraftTree, chain, graft, walk
 
 PREFILL_CHUNK = 512
@@ -78,6 +76,4 @@ class Verifier:
     def _seen(self, context: Sequence[int], nodes: DraftTree, start: int) -> Seen | None:
         if not self.sampler.needs_seen:
             return None
-        device = self.model.device
-        context_ids = torch.tensor(sorted(set(context)), dtype=torch.int64, device=device)
-        return Seen(context_ids, nodes.tokens.long(), nodes.ancestor_mask()[start:])
+        return Seen.of(distinct_ids(context, self.model.device), nodes, start=start)
