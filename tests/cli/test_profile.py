@@ -138,6 +138,41 @@ def test_auto_without_a_profile_runs_plain_and_names_the_command_once(call, mode
     assert "`specq profile`" in line
 
 
+def test_auto_in_a_chat_that_began_with_another_pipeline_adapts(call, model, small, quick, cache) -> None:
+    parts = ("--intermediate", small)
+    assert call("profile", model, *parts, *quick, "--quiet").code == 0
+    choose(cache, "sequence", {"pipeline.draft_length": 3}, [{"max_depth": 3, "costs": [[64, 50.0]]}])
+    lines = "hello\n/spec auto\n/retry\n/spec sequence\n/retry\n"
+    options = ("--pipeline", "plain", "--max-new-tokens", "60", "--json")
+    done = call("chat", model, *parts, *options, stdin=lines)
+    plain, auto, named = json.loads(done.out)["answers"]
+    assert (plain["pipeline"], auto["pipeline"], named["pipeline"]) == ("plain", "sequence", "sequence")
+    assert plain["token_ids"] == auto["token_ids"] == named["token_ids"]
+    assert "*  sequence      available (auto: a profile chose it)" in done.err
+    (line,) = [line for line in done.err.splitlines() if line.startswith("auto: ")]
+    assert line.endswith("times plain on this text: plain decoding for now")
+    assert named["rounds"] < auto["rounds"]  # nothing stops the drafts of a pipeline that is named
+
+
+def test_auto_after_a_named_start_has_room_for_the_tree_that_was_chosen(call, model, head, quick, cache) -> None:
+    parts = ("--drafter", head)
+    assert call("profile", model, *parts, *quick, "--quiet").code == 0
+    tree = {"drafter.nodes": 60, "drafter.depth": 8, "drafter.top_k": 12}
+    choose(cache, "eagle2", tree, [{"max_depth": None, "costs": [[64, 0.1]]}])
+    # the prompt fills the context but for the answer, so the tree's rows lie at the very end of the head's cache
+    lines = f"/spec auto\n{'a' * 90}\n"
+    shape = ("--set", "drafter.nodes=2", "--set", "drafter.depth=1", "--set", "drafter.top_k=1")
+    options = ("--pipeline", "plain", "--context", "128", "--json", "--quiet")
+    done = call("chat", model, *parts, *shape, *options, stdin=lines)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["answers"][0]["pipeline"] == "eagle2"
+
+
+def test_auto_in_a_chat_without_a_profile_says_so(call, model) -> None:
+    done = call("chat", model, "--pipeline", "plain", "--json", stdin="/spec auto\n")
+    assert "these models have no profile on this device, so plain decoding runs" in done.err
+
+
 def test_a_stale_profile_is_not_used_and_said_to_be_stale(call, model, quick, cache, monkeypatch) -> None:
     assert call("profile", model, *quick, "--quiet").code == 0
     original = ProfileKey.here.__func__

@@ -116,7 +116,6 @@ def open_models(
         offline=loading.offline,
         on_progress=say,
     )
-    pipeline.decision = decision
     rows = [
         PipelineContestant(row.name, pipeline, kind=row.pipeline, recipe=recipe)
         for row, recipe in zip(plan.rows, recipes, strict=True)

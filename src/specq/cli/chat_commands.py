@@ -27,7 +27,7 @@ class ChatCommands:
             "system": ("[TEXT]", "show the system message, or set it (- for none)", self._system),
             "save": ("FILE", "write the chat to a file", self._save),
             "load": ("FILE", "go on with a saved chat", self._load),
-            "spec": ("[PIPELINE|off]", "show the pipelines, or decode with another", self._spec),
+            "spec": ("[PIPELINE|auto|off]", "show the pipelines, or decode with another", self._spec),
             "set": ("[KEY VALUE]", "show the settings, or change one (`default` undoes it)", self._set),
             "quit": ("", "leave", self._quit),
         }
@@ -102,10 +102,11 @@ class ChatCommands:
         pipeline = self._session.pipeline
         if argument:
             pipeline.use(argument)
-        rows = [
-            ("*" if name == pipeline.name else "", name, reason or "available")
-            for name, reason in pipeline.available.items()
-        ]
+        rows = []
+        for name, reason in pipeline.available.items():
+            is_running = name == pipeline.name
+            chosen = " (auto: a profile chose it)" if is_running and pipeline.is_auto else ""
+            rows.append(("*" if is_running else "", name, (reason or "available") + chosen))
         self._console.reply(table(rows))
 
     def _set(self, argument: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,7 +21,7 @@ from specq.models.loader import check_memory, load_model, model_spec
 from specq.recipe import ModelRef, Recipe, Sampling, resolve
 from specq.spec.check import check_pair
 from specq.spec.check_head import head_bytes
-from specq.spec.decision import Decision, ProfileKey
+from specq.spec.decision import ProfileKey
 from specq.spec.pipelines import HeadSeat, Parts, Seat, tree_shape
 from specq.spec.session import Generation, Pipeline
 from specq.spec.tree import MAX_NODES, chain
@@ -70,10 +70,9 @@ def load_pipeline(
         files.check_fit(specs[role], ids=tokenizer.size)
     limit = choose_context(specs["target"], recipe.context if context is None else context)
     folders = {role: snapshot.path for role, snapshot in snapshots.items()}
-    decision = None
-    if wanted == "auto":
-        decision = _find_decision(folders, device=device, dtype=dtype)
-        recipe = decision.apply(recipe) if decision else recipe
+    decision, undecided = ProfileKey.here(folders, device=device, dtype=dtype).find()
+    # `/spec auto` may come later, so that there is room for its tree whatever runs first.
+    scratch = max(tree_shape(each).scratch_rows for each in (recipe, decision.apply(recipe) if decision else recipe))
     contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
     check_memory(
         [(spec, models[role].path, contexts[role]) for role, spec in specs.items()],
@@ -92,10 +91,11 @@ def load_pipeline(
         seats[role] = Seat(model, model.new_cache(slots, features=features))
         if head_files:
             head = build_head(head_files, model)
-            seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + tree_shape(recipe).scratch_rows))
+            seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + scratch))
     parts = Parts(**seats)  # type: ignore[arg-type]
     if device == "cpu":
-        set_threads(parts.target.model, threads or (decision.threads if decision else None))
+        profiled = decision.threads if decision and wanted == "auto" else None
+        set_threads(parts.target.model, threads or profiled)
     loaded = Pipeline(
         recipe=recipe,
         parts=parts,
@@ -105,6 +105,7 @@ def load_pipeline(
         revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
         folders=folders,
         decision=decision,
+        undecided=undecided,
     )
     loaded.use(wanted)
     return loaded
@@ -213,15 +214,6 @@ def set_threads(model: CausalLM, threads: int | None) -> None:
         step_s(cores)  # first calls pay for set-up
         best = min(candidates, key=step_s)
     torch.set_num_threads(best)
-
-
-def _find_decision(models: Mapping[str, Path], *, device: str, dtype: str) -> Decision | None:
-    """What the profile of these models chose here; without one that holds, None and one line that says so."""
-    decision, instead = ProfileKey.here(models, device=device, dtype=dtype).find()
-    if decision is None:
-        why = instead or "these models have no profile on this device"
-        log.warning("pipeline auto: %s, so plain decoding runs; `specq profile` measures one", why)
-    return decision
 
 
 def _snapshot(ref: ModelRef, offline: bool | None, say: Callable[[str], None]) -> Snapshot:

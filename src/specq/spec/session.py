@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ from specq.spec.pipelines import PIPELINES, Parts
 from specq.spec.sampling import Sampler
 from specq.spec.speculator import Speculator, StopRule, generate
 from specq.tokenizer import TextStream, Tokenizer
+
+log = logging.getLogger("specq")
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,19 @@ class Pipeline:
         revisions: dict[str, str | None],
         folders: Mapping[str, Path] | None = None,
         decision: Decision | None = None,
+        undecided: str | None = None,
     ) -> None:
         """`folders` are where the models lie, by role.
 
         `decision` is what a profile chose for these models here; `auto` runs it, and without one plain decoding.
+        `undecided` says in a few words what there is instead of a decision.
         """
         self.recipe, self.parts, self.tokenizer = recipe, parts, tokenizer
         self.context, self.defaults, self.revisions = context, defaults, revisions
-        self.name = "plain"
+        self.name, self.is_auto = "plain", False
         self.folders, self.decision = dict(folders or {}), decision
+        self._undecided = undecided or "these models have no profile on this device"
+        self._running = recipe
         self._governor: Governor | None = None
         self._tokens: list[int] = []
 
@@ -103,13 +110,16 @@ class Pipeline:
         Raises UnsupportedError with the reason when it cannot run, UsageError when there is none of this name.
         """
         decision = self.decision if name == "auto" else None
+        if name == "auto" and decision is None:
+            log.warning(f"pipeline auto: {self._undecided}, so plain decoding runs; `specq profile` measures one")
         name = "plain" if name in ("auto", "off") else name
         name = decision.pipeline if decision is not None else name
         if name not in PIPELINES:
             raise UsageError(f"there is no pipeline `{name}`", hint=f"choose one of {', '.join(PIPELINES)}, auto")
         if reason := PIPELINES[name].missing(self.parts):
             raise UnsupportedError(f"pipeline `{name}` cannot run: it {reason}")
-        self.name = name
+        self.name, self.is_auto = name, decision is not None
+        self._running = decision.apply(self.recipe) if decision is not None else self.recipe
         self._governor = None
         if decision is not None and name != "plain":
             self._governor = Governor(decision.levels, name=name)
@@ -165,7 +175,7 @@ class Pipeline:
             raise UsageError(f"max_new_tokens is `{max_new_tokens}`", hint="give at least 1")
         sampler = self.sampler(sampling)
         reused = self._reuse(ids)
-        speculator = PIPELINES[self.name].build(self.parts, sampler, self.recipe)
+        speculator = PIPELINES[self.name].build(self.parts, sampler, self._running)
         if self._governor is not None:
             speculator = AdaptiveSpeculator(speculator.drafter, speculator.verifier, self._governor)
         reader = TextStream(self.tokenizer, skip_special=skip_special)
