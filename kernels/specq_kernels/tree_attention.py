@@ -18,7 +18,7 @@ from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, i
 
 TILE = 64  # keys a tile
 LOG2E = 1.4426950408889634
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definition only
 
 
 def tree_attention(
@@ -30,6 +30,7 @@ def tree_attention(
     *,
     depths: Tensor | None = None,
     window: int | None = None,
+    earlier: int = 0,
     chunk: int | None = None,
     sums: Tensor | None = None,
 ) -> Tensor:
@@ -38,7 +39,8 @@ def tree_attention(
     q [nodes, heads, head_dim]; k, v [kv_heads, max_len, head_dim], one layer's cache, in which node i's own key and
     value already lie at slot length + i; mask int32 [nodes, 2], bit j % 32 of word j // 32 says whether node j is an
     ancestor (itself included); length int32 [1], committed tokens. With a sliding `window`, a node at position p sees
-    positions p - window + 1 to p and `depths` int32 [nodes] is needed. `sums`, if given, receives
+    positions p - window + 1 to p and `depths` int32 [nodes] is needed. With `earlier` nodes that ran before (no window),
+    node i's key lies at slot length + earlier + i and its bit is earlier + i. `sums`, if given, receives
     `group_sums(out, heads * head_dim // sums.shape[0])`. Raises ValueError naming the argument.
     """
     nodes, heads, head_dim = q.shape
@@ -48,17 +50,19 @@ def tree_attention(
         check_tensor(name, tensor, shape=(kv_heads, max_len, head_dim), dtype=q.dtype, device=q.device)
     check_tensor("mask", mask, shape=(nodes, 2), dtype=torch.int32, device=q.device)
     check_tensor("length", length, shape=(1,), dtype=torch.int32, device=q.device)
-    if not 1 <= nodes <= MAX_ROWS:
-        raise ValueError(f"q: {nodes} nodes, the kernel takes 1 to {MAX_ROWS}")
+    if not 1 <= earlier + nodes <= MAX_ROWS:
+        raise ValueError(f"q: {earlier + nodes} nodes, the kernel takes 1 to {MAX_ROWS}")
     if heads % kv_heads:
         raise ValueError(f"q: {heads} heads are not a multiple of {kv_heads} of k and v")
     if head_dim > 128 or head_dim % 16:
         raise ValueError(f"q: head_dim is {head_dim}, the kernel takes multiples of 16 up to 128")
     if window is not None and depths is None:
         raise ValueError("depths: needed with a sliding window")
+    if window is not None and earlier:
+        raise ValueError("earlier: not with a sliding window")
     group = sums_group(sums, nodes, heads * head_dim, head_dim)
     if not runs_kernel(q):
-        out = tree_attention_ref(q, k, v, mask, length, depths=depths, window=window)
+        out = tree_attention_ref(q, k, v, mask, length, depths=depths, window=window, earlier=earlier)
         if sums is not None:
             sums[:, :nodes] = out.float().unflatten(1, (-1, group)).sum(-1).T
         return out
@@ -73,14 +77,14 @@ def tree_attention(
     options = {} if interpreted() else {"num_warps": block_q // 16, "launch_pdl": early}
     _attention_chunk_kernel[(kv_heads, triton.cdiv(rows, block_q), chunks)](
         q, k, v, mask, depths if depths is not None else mask, length, partial, top_total, top_total[1],
-        nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0,
+        nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0,
         KV_HEADS=kv_heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_Q=block_q, TILE=TILE, CHUNK=chunk, WINDOWED=window is not None, STAGES=3, EARLY=early, **options,
     )  # fmt: skip
     heads_a_program = max(1, group // head_dim)
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
     _attention_combine_kernel[(nodes, heads // heads_a_program)](
-        partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes,
+        partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes, earlier + nodes,
         HEADS=heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_H=heads_a_program, CHUNK=chunk, BLOCK_C=min(16, triton.next_power_of_2(chunks)),
         GROUP=group if sums is not None else 0, STRIDE=row_bucket(nodes), EARLY=early, **options,
@@ -97,18 +101,20 @@ def tree_attention_ref(
     *,
     depths: Tensor | None = None,
     window: int | None = None,
+    earlier: int = 0,
 ) -> Tensor:
     """The definition, in float32 (float64 for a float64 q)."""
     nodes, heads, head_dim = q.shape
     start, wide = int(length), torch.float64 if q.dtype == torch.float64 else torch.float32
-    bits = torch.arange(nodes, device=q.device)
-    visible = torch.ones(nodes, start + nodes, dtype=torch.bool, device=q.device)
+    bits = torch.arange(earlier + nodes, device=q.device)
+    end = start + earlier + nodes
+    visible = torch.ones(nodes, end, dtype=torch.bool, device=q.device)
     visible[:, start:] = (mask[:, bits // 32] >> (bits % 32) & 1).bool()
     if window is not None and depths is not None:
         at = torch.cat([torch.arange(start, device=q.device), start + depths])
         visible &= (start + depths)[:, None] - at < window
     keys, values = (
-        t[:, : start + nodes].to(wide).repeat_interleave(heads // k.shape[0], 0) for t in (k, v)
+        t[:, :end].to(wide).repeat_interleave(heads // k.shape[0], 0) for t in (k, v)
     )  # [heads, keys, head_dim]
     scores = q.to(wide).transpose(0, 1) @ keys.transpose(1, 2) / math.sqrt(head_dim)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
@@ -142,17 +148,17 @@ def sums_group(sums: Tensor | None, rows: int, columns: int, head_dim: int) -> i
     return group
 
 
-@triton.jit(do_not_specialize=["nodes", "window"])
+@triton.jit(do_not_specialize=["nodes", "written", "window"])
 def _attention_chunk_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, depth_ptr, length_ptr, partial_ptr, top_ptr, total_ptr,
-    nodes, max_len, scale, window,
+    nodes, written, max_len, scale, window,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised attention of BLOCK_Q rows (node, head of the kv head's group) over one chunk of keys.
 
-    partial [chunks, kv_heads, rows, HEAD_DIM]; top (running maximum, log2) and total [chunks, kv_heads, rows].
+    `written` slots behind the length hold nodes. partial [chunks, kv_heads, rows, HEAD_DIM]; top (running maximum, log2) and total [chunks, kv_heads, rows].
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -160,7 +166,7 @@ def _attention_chunk_kernel(
     kv_head = tl.program_id(0)
     chunk = tl.program_id(2)
     length = tl.load(length_ptr)
-    end = tl.minimum(length + nodes, (chunk + 1) * CHUNK)
+    end = tl.minimum(length + written, (chunk + 1) * CHUNK)
     begin = chunk * CHUNK
     if begin < end:
         rows = nodes * SHARED
@@ -234,9 +240,9 @@ def _add_tile(acc, top, total, scores, values):
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["nodes"])
+@triton.jit(do_not_specialize=["nodes", "written"])
 def _attention_combine_kernel(
-    partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, nodes,
+    partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, nodes, written,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -251,7 +257,7 @@ def _attention_combine_kernel(
     rows = nodes * SHARED
     stride = (HEADS // SHARED) * rows  # entries a chunk
     row = (head // SHARED) * rows + node * SHARED + head % SHARED  # [BLOCK_H]
-    chunks = tl.cdiv(tl.load(length_ptr) + nodes, CHUNK)
+    chunks = tl.cdiv(tl.load(length_ptr) + written, CHUNK)
     top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)

@@ -86,6 +86,17 @@ def test_a_chain_row_does_not_depend_on_how_many_rows_run() -> None:
         assert torch.equal(tree_attention(q[first:last].contiguous(), k, v, part_mask, at), whole[first:last])
 
 
+def test_nodes_after_earlier_ones_give_the_rows_of_all() -> None:
+    mask, _ = tree_tensors(random_tree(41, 4))
+    q, k, v, length = random_case(41, 4, 2, 64, 230, torch.float16)
+    whole = tree_attention(q, k, v, mask, length)
+    for first, last in ((0, 10), (10, 20), (33, 41)):
+        rows = q[first:last].contiguous(), k, v, mask[first:last].contiguous(), length
+        assert torch.equal(tree_attention(*rows, earlier=first), whole[first:last])
+        reference = tree_attention_ref(*rows, earlier=first)
+        torch.testing.assert_close(reference, whole[first:last], rtol=5e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize(("heads", "head_dim", "group"), [(4, 64, 128), (4, 64, 32), (2, 128, 64), (2, 128, 128)])
 def test_group_sums_of_the_output_are_emitted(heads: int, head_dim: int, group: int) -> None:
     mask, _ = tree_tensors(random_tree(6, 3))
@@ -107,6 +118,8 @@ def test_errors_name_the_argument() -> None:
     mask, _ = tree_tensors(random_tree(4, 0))
     with pytest.raises(ValueError, match="depths: needed"):
         tree_attention(q, k, v, mask, length, window=8)
+    with pytest.raises(ValueError, match="earlier: not with"):
+        tree_attention(q, k, v, mask, length, depths=mask[:, 0].contiguous(), window=8, earlier=1)
     with pytest.raises(ValueError, match="mask: dtype"):
         tree_attention(q, k, v, mask.long(), length)
     with pytest.raises(ValueError, match="k: shape"):
