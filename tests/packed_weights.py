@@ -1,4 +1,4 @@
-"""Random 4-bit matrices, and what it means that two are the same."""
+"""Random matrices of 4 or 8 bits, and what it means that two are the same."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 
 from specq.quant.formats import PackedWeight, TwoLevel
-from specq.quant.packed import pack_nibbles
+from specq.quant.packed import pack_codes
 
 
 def random_packed(
-    rows: int, columns: int, group_size: int, *, kind: str = "symmetric", is_permuted: bool = False, seed: int = 0
+    rows: int,
+    columns: int,
+    group_size: int,
+    *,
+    kind: str = "symmetric",
+    is_permuted: bool = False,
+    seed: int = 0,
+    bits: int = 4,
 ) -> PackedWeight:
     """A matrix with offsets of `kind`: symmetric, zeros, minima or two-level."""
     generator = torch.Generator().manual_seed(seed)
@@ -26,7 +33,7 @@ def random_packed(
 
     parts: dict[str, object] = {}
     if kind == "zeros":
-        parts["zeros"] = integers(1, 16, rows, groups)
+        parts["zeros"] = integers(1, 1 << bits, rows, groups)
         parts["zeros"][0, 0] = 3  # type: ignore[index]
     elif kind == "minima":
         parts["minima"] = -8 * halves(rows, groups)
@@ -37,10 +44,11 @@ def random_packed(
     if is_permuted:
         g_idx = (torch.arange(columns) // group_size)[torch.randperm(columns, generator=generator)].to(torch.int32)
     return PackedWeight(
-        codes=pack_nibbles(integers(0, 16, rows, columns)),
+        codes=pack_codes(integers(0, 1 << bits, rows, columns), bits),
         scales=halves(rows, groups // 8 if kind == "two-level" else groups),
         group_size=group_size,
         g_idx=g_idx,
+        bits=bits,
         **parts,  # type: ignore[arg-type]
     )
 

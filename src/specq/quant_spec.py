@@ -1,21 +1,28 @@
-"""How 4-bit weights are stored, as a config's `quantization_config` describes it, whoever wrote it."""
+"""How 4 and 8-bit weights are stored, as a config's `quantization_config` describes it, whoever wrote it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specq.errors import UnsupportedError
 
 FORMATS_HINT = (
-    "specq reads 4-bit GPTQ (v1, v2), AWQ (gemm), compressed-tensors (pack-quantized) and GGUF, or 16-bit weights"
+    "specq reads GPTQ (v1, v2) and compressed-tensors (pack-quantized) of 4 or 8 bits, AWQ (gemm) and GGUF of 4, "
+    "or 16-bit weights"
 )
+
+HEAD_PATTERNS = ("lm_head", "^lm_head$", ".*lm_head", ".*lm_head$", r".*\.?lm_head$")
+"""How settings of their own name the output head; no pattern of a config is ever run as an expression."""
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a checkpoint's 4-bit matrices are stored; `group_size` is -1 for one scale a row."""
+    """How a checkpoint's packed matrices are stored; `group_size` is -1 for one scale a row.
+
+    `head` is how the output head is stored where it has settings of its own.
+    """
 
     method: str
     bits: int
@@ -24,6 +31,7 @@ class QuantSpec:
     desc_act: bool
     checkpoint_format: str
     skip: tuple[str, ...] = ()
+    head: QuantSpec | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantSpec:
@@ -36,8 +44,10 @@ class QuantSpec:
         if method not in readers:
             raise UnsupportedError(f"weights quantized by `{method}` are not read", hint=FORMATS_HINT)
         spec = readers[method](config)
-        if spec.bits != 4:
-            raise UnsupportedError(f"{spec.bits}-bit `{method}` weights are not read", hint=FORMATS_HINT)
+        widths = (4, 8) if method in ("gptq", "compressed-tensors") else (4,)
+        for part in (spec, spec.head or spec):
+            if part.bits not in widths:
+                raise UnsupportedError(f"{part.bits}-bit `{method}` weights are not read", hint=FORMATS_HINT)
         return spec
 
 
@@ -45,10 +55,7 @@ def _gptq(config: Mapping[str, Any]) -> QuantSpec:
     stored = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     if stored not in ("gptq", "gptq_v2"):
         raise UnsupportedError(f"GPTQ weights stored as `{stored}` are not read", hint=FORMATS_HINT)
-    overrides = [key for key in config.get("dynamic") or () if not key.startswith("-:")]
-    if overrides:
-        raise UnsupportedError(f"GPTQ settings that differ by layer (`{overrides[0]}`) are not read")
-    return QuantSpec(
+    spec = QuantSpec(
         method="gptq",
         bits=int(config.get("bits", 4)),
         group_size=int(config.get("group_size", 128)),
@@ -56,6 +63,22 @@ def _gptq(config: Mapping[str, Any]) -> QuantSpec:
         desc_act=bool(config.get("desc_act", False)),
         checkpoint_format=stored,
     )
+    for pattern, values in (config.get("dynamic") or {}).items():
+        if pattern.startswith("-:"):
+            continue
+        if pattern.removeprefix("+:") not in HEAD_PATTERNS:
+            raise UnsupportedError(
+                f"GPTQ settings that differ by layer (`{pattern}`) are not read", hint="only those of `lm_head` may"
+            )
+        head = replace(
+            spec,
+            bits=int(values.get("bits", spec.bits)),
+            group_size=int(values.get("group_size", spec.group_size)),
+            symmetric=bool(values.get("sym", spec.symmetric)),
+            desc_act=bool(values.get("desc_act", spec.desc_act)),
+        )
+        spec = replace(spec, head=head)
+    return spec
 
 
 def _awq(config: Mapping[str, Any]) -> QuantSpec:
@@ -78,26 +101,35 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
     groups = list((config.get("config_groups") or {}).values())
     if stored != "pack-quantized" or not groups:
         raise UnsupportedError(f"compressed-tensors weights stored as `{stored}` are not read", hint=FORMATS_HINT)
-    weights = [group.get("weights") or {} for group in groups]
-    first = weights[0]
-    strategy = first.get("strategy")
-    if any(group.get("input_activations") for group in groups) or any(other != first for other in weights):
+    if any(group.get("input_activations") for group in groups):
+        raise UnsupportedError("compressed-tensors with quantized activations is not read", hint=FORMATS_HINT)
+    heads = [group for group in groups if len(groups) > 1 and _names_head(group.get("targets"))]
+    others = [group for group in groups if group not in heads]
+    if len(heads) > 1 or any(group.get("weights") != others[0].get("weights") for group in others):
+        raise UnsupportedError("compressed-tensors with several schemes is not read", hint=FORMATS_HINT)
+    spec = _scheme(others[0].get("weights") or {}, stored, tuple(config.get("ignore") or ()))
+    return replace(spec, head=_scheme(heads[0].get("weights") or {}, stored, spec.skip)) if heads else spec
+
+
+def _names_head(targets: Any) -> bool:
+    return bool(targets) and all(str(target).removeprefix("re:") in HEAD_PATTERNS for target in targets)
+
+
+def _scheme(weights: Mapping[str, Any], stored: str, skip: tuple[str, ...]) -> QuantSpec:
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel") or weights.get("type", "int") != "int":
         raise UnsupportedError(
-            "compressed-tensors with quantized activations or several schemes is not read", hint=FORMATS_HINT
-        )
-    if strategy not in ("group", "channel") or first.get("type", "int") != "int":
-        raise UnsupportedError(
-            f"compressed-tensors of type `{first.get('type')}`, strategy `{strategy}` is not read",
+            f"compressed-tensors of type `{weights.get('type')}`, strategy `{strategy}` is not read",
             hint=FORMATS_HINT,
         )
     return QuantSpec(
         method="compressed-tensors",
-        bits=int(first.get("num_bits", 4)),
-        group_size=-1 if strategy == "channel" else int(first["group_size"]),
-        symmetric=bool(first.get("symmetric", True)),
-        desc_act=first.get("actorder") == "group",
+        bits=int(weights.get("num_bits", 4)),
+        group_size=-1 if strategy == "channel" else int(weights["group_size"]),
+        symmetric=bool(weights.get("symmetric", True)),
+        desc_act=weights.get("actorder") == "group",
         checkpoint_format=stored,
-        skip=tuple(config.get("ignore") or ()),
+        skip=skip,
     )
 
 

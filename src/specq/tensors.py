@@ -1,13 +1,14 @@
 """Weights of a model by their Hugging Face names, whatever files they lie in.
 
 Headers are read and checked when a source is opened; data only when it is asked for. Opening files safely is
-tensor_files.py's part, GGUF is gguf_file.py's, the layouts of 4-bit matrices quant/formats.py's.
+tensor_files.py's part, GGUF is gguf_file.py's, the layouts of packed matrices quant/formats.py's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -17,17 +18,19 @@ from torch import Tensor
 from specq.checkpoint import FORMATS_HINT, ModelSpec, QuantSpec
 from specq.errors import UnsupportedError, UsageError
 from specq.gguf_file import GgufWeights, gguf_config
-from specq.quant.formats import FORMATS, Header, PackedWeight, QuantFormat
+from specq.quant.formats import FORMATS, Header, PackedWeight, QuantFormat, format_name
 from specq.tensor_files import TensorFile, find_files, open_file, safe_path
 
 __all__ = ["FolderWeights", "GgufWeights", "WeightSource", "gguf_config", "open_weights"]
 
 DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PACKED_MARKERS = ("qweight", "weight_packed")
+HEAD = "lm_head"
+"""The matrix that may be stored in a way of its own."""
 
 
 class WeightSource(Protocol):
-    """Tensors by name; a 4-bit matrix appears as its "....weight" too."""
+    """Tensors by name; a packed matrix appears as its "....weight" too."""
 
     def names(self) -> frozenset[str]: ...
 
@@ -40,11 +43,11 @@ class WeightSource(Protocol):
         ...
 
     def linear(self, prefix: str) -> Tensor | PackedWeight:
-        """The matrix `prefix`.weight, packed where the file holds 4 bits."""
+        """The matrix `prefix`.weight, packed where the file holds 4 or 8 bits."""
         ...
 
     def is_packed(self, prefix: str) -> bool:
-        """Whether `linear` gives a packed matrix, without reading data."""
+        """Whether `linear` gives a packed matrix of 4 bits, which a product may keep so; without reading data."""
         ...
 
     def bytes(self) -> int:
@@ -71,16 +74,18 @@ def open_weights(path: Path, spec: ModelSpec) -> WeightSource:
 
 
 class FolderWeights:
-    """The weights of a folder of .safetensors or .bin files, dense or 4-bit."""
+    """The weights of a folder of .safetensors or .bin files, dense or of 4 or 8 bits."""
 
     def __init__(self, folder: Path, quantization: QuantSpec | None) -> None:
         self._files: dict[str, TensorFile] = {}  # tensor name -> its file
         self._bytes = 0
         for file, promised in find_files(folder).items():
             self._add(safe_path(folder, file), promised)
-        self._group_size = -1 if quantization is None else quantization.group_size
-        self._format = None if quantization is None else _format(quantization)
-        self._packed = self._find_packed(self._format)
+        self._storage = None if quantization is None else _Storage.of(quantization)
+        self._head_storage = None
+        if quantization is not None and quantization.head is not None:
+            self._head_storage = _Storage.of(quantization.head)
+        self._packed = self._find_packed()
         parts = {name for packed in self._packed.values() for name in packed.values()}
         self._dense = frozenset(self._files.keys() - parts)
         self._refuse_unread()
@@ -96,10 +101,11 @@ class FolderWeights:
         for name in promised or file.headers:
             self._files[name] = file
 
-    def _find_packed(self, form: QuantFormat | None) -> dict[str, dict[str, str]]:
-        """Prefix -> suffix -> tensor name of every 4-bit matrix."""
-        if form is None:
+    def _find_packed(self) -> dict[str, dict[str, str]]:
+        """Prefix -> suffix -> tensor name of every packed matrix."""
+        if self._storage is None:
             return {}
+        form = self._storage.form  # a head's own has the same suffixes
         packed: dict[str, dict[str, str]] = {}
         marker = f".{form.required[0]}"
         for name in self._files:
@@ -123,27 +129,35 @@ class FolderWeights:
                 raise UnsupportedError(
                     f"`{name}` is quantized, but not by the method config.json names", hint=FORMATS_HINT
                 )
-        if self._format is not None and not self._packed:
+        if self._storage is not None and not self._packed:
             raise UnsupportedError(
-                f"config.json promises `{self._format.name}` weights, the files hold none", hint=FORMATS_HINT
+                f"config.json promises `{self._storage.form.name}` weights, the files hold none", hint=FORMATS_HINT
             )
 
     def _header(self, name: str) -> Header:
         return self._files[name].headers[name]
 
+    def _how(self, prefix: str) -> _Storage:
+        """How a packed matrix is stored."""
+        own = self._head_storage if prefix == HEAD else None
+        storage = own or self._storage
+        assert storage is not None
+        return storage
+
     def _check(self, prefix: str) -> tuple[int, int]:
-        assert self._format is not None
+        storage = self._how(prefix)
         headers = {suffix: self._header(name) for suffix, name in self._packed[prefix].items()}
         try:
-            return self._format.check(headers, self._group_size)
+            return storage.form.check(headers, storage.group_size)
         except ValueError as error:
             raise UsageError(
-                f"`{prefix}` is not a 4-bit `{self._format.name}` matrix in groups of {self._group_size}: {error}",
+                f"`{prefix}` is not a {storage.bits}-bit `{storage.form.name}` matrix in groups of "
+                f"{storage.group_size}: {error}",
                 hint=FORMATS_HINT,
             ) from error
 
     def names(self) -> frozenset[str]:
-        """Every dense tensor and every 4-bit matrix's ".weight"."""
+        """Every dense tensor and every packed matrix's ".weight"."""
         return self._dense | {f"{prefix}.weight" for prefix in self._packed}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -158,7 +172,7 @@ class FolderWeights:
         return header.shape
 
     def tensor(self, name: str) -> Tensor:
-        """The dense tensor in the file's type; a 4-bit one dequantised to fp32."""
+        """The dense tensor in the file's type; a packed one dequantised to fp32."""
         prefix = name.removesuffix(".weight")
         if prefix in self._packed:
             return self._read_packed(prefix).dequantize()
@@ -171,12 +185,12 @@ class FolderWeights:
         return self._files[name].read(name).long()
 
     def linear(self, prefix: str) -> Tensor | PackedWeight:
-        """The matrix, packed where the files hold 4 bits. Raises UsageError for scales that are not finite."""
+        """The matrix, packed where the files hold 4 or 8 bits. Raises UsageError for scales that are not finite."""
         return self._read_packed(prefix) if prefix in self._packed else self.tensor(f"{prefix}.weight")
 
     def is_packed(self, prefix: str) -> bool:
         """Whether the files hold the matrix in 4 bits."""
-        return prefix in self._packed
+        return prefix in self._packed and self._how(prefix).bits == 4
 
     def bytes(self) -> int:
         """Bytes of all weight files."""
@@ -187,10 +201,10 @@ class FolderWeights:
             raise UsageError(f"the weights hold no `{name}`")
 
     def _read_packed(self, prefix: str) -> PackedWeight:
-        assert self._format is not None
+        storage = self._how(prefix)
         tensors = {suffix: self._files[name].read(name) for suffix, name in self._packed[prefix].items()}
         try:
-            weight = self._format.unpack(tensors, self._group_size)
+            weight = storage.form.unpack(tensors, storage.group_size)
         except ValueError as error:
             raise UsageError(f"`{prefix}` is broken: {error}", hint="download the model again") from error
         if not weight.is_finite():
@@ -199,7 +213,7 @@ class FolderWeights:
         return weight
 
     def _warn_of_zero_16(self, prefix: str, weight: PackedWeight) -> None:
-        if self._has_warned or weight.zeros is None or int(weight.zeros.max()) <= 15:
+        if self._has_warned or weight.bits != 4 or weight.zeros is None or int(weight.zeros.max()) <= 15:
             return
         self._has_warned = True
         logging.getLogger("specq").warning(
@@ -207,17 +221,27 @@ class FolderWeights:
         )
 
 
-def _format(quantization: QuantSpec) -> QuantFormat:
-    by_method: Mapping[str, str] = {
-        "gptq": quantization.checkpoint_format,
-        "awq": "awq",
-        "compressed-tensors": "compressed-tensors",
-    }
-    name = by_method.get(quantization.method, "")
-    if name not in FORMATS or quantization.bits != 4:
-        raise UnsupportedError(
-            f"{quantization.bits}-bit `{quantization.method}` weights stored as `{quantization.checkpoint_format}` "
-            "are not read",
-            hint=FORMATS_HINT,
-        )
-    return FORMATS[name]
+@dataclass(frozen=True)
+class _Storage:
+    """The file format of packed matrices, the bits of their codes and the columns of their groups."""
+
+    form: QuantFormat
+    bits: int
+    group_size: int
+
+    @classmethod
+    def of(cls, quantization: QuantSpec) -> _Storage:
+        """What the config names. Raises UnsupportedError where there is no reader."""
+        by_method: Mapping[str, str] = {
+            "gptq": quantization.checkpoint_format,
+            "awq": "awq",
+            "compressed-tensors": "compressed-tensors",
+        }
+        name = format_name(by_method.get(quantization.method, ""), quantization.bits)
+        if name not in FORMATS:
+            raise UnsupportedError(
+                f"{quantization.bits}-bit `{quantization.method}` weights stored as `{quantization.checkpoint_format}` "
+                "are not read",
+                hint=FORMATS_HINT,
+            )
+        return cls(FORMATS[name], quantization.bits, quantization.group_size)

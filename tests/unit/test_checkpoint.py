@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dtype": ({"torch_dtype": "float8_e4m3fn"}, "`float8_e4m3fn`"),
     "quantizer": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "`bitsandbytes`"),
-    "width": ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "8-bit `gptq`"),
+    "width": ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "3-bit `gptq`"),
+    "width of the head": (
+        {"quantization_config": {"quant_method": "gptq", "dynamic": {"lm_head": {"bits": 2}}}},
+        "2-bit `gptq`",
+    ),
 }
 
 
@@ -186,6 +191,12 @@ COMPRESSED = {
 }
 
 
+def compressed_groups(target: str) -> dict[str, Any]:
+    """The usual group, and one of 8 bits and whole rows for `target`."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel", "group_size": None}
+    return {**COMPRESSED["config_groups"], "head": {"targets": [target], "weights": weights}}
+
+
 def test_quantization_is_read_from_every_writer() -> None:
     assert QuantSpec.from_config(GPTQ) == QuantSpec("gptq", 4, 64, False, True, "gptq")
     assert QuantSpec.from_config({**GPTQ, "checkpoint_format": "gptq_v2"}).checkpoint_format == "gptq_v2"
@@ -209,9 +220,13 @@ def test_one_scale_a_row_is_group_size_minus_one() -> None:
     [
         {**GPTQ, "checkpoint_format": "marlin"},
         {**GPTQ, "dynamic": {r".*\.down_proj.*": {"bits": 8}}},
+        {**GPTQ, "dynamic": {"lm_head|.*down_proj": {"bits": 8}}},
         {"quant_method": "awq", "bits": 4, "version": "gemv"},
         {**COMPRESSED, "format": "int-quantized"},
-        {**COMPRESSED, "config_groups": {"g": {"weights": {"num_bits": 8, "strategy": "channel"}}}},
+        {"quant_method": "awq", "bits": 8, "version": "gemm"},
+        {**COMPRESSED, "config_groups": {"g": {"weights": {"num_bits": 8, "strategy": "tensor"}}}},
+        {**COMPRESSED, "config_groups": compressed_groups("re:.*down_proj$")},
+        {**COMPRESSED, "config_groups": compressed_groups("lm_head") | {"h": compressed_groups("lm_head")["head"]}},
         {**COMPRESSED, "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float", "strategy": "group"}}}},
         {
             **COMPRESSED,
@@ -224,6 +239,24 @@ def test_one_scale_a_row_is_group_size_minus_one() -> None:
 def test_storage_without_a_reader_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError):
         QuantSpec.from_config(config)
+
+
+@pytest.mark.parametrize("pattern", ["lm_head", "+:lm_head", "+:^lm_head$", ".*lm_head$"])
+def test_a_gptq_head_may_have_settings_of_its_own(pattern: str) -> None:
+    head = {"bits": 8, "group_size": 32, "sym": True, "desc_act": False}
+    spec = QuantSpec.from_config({**GPTQ, "lm_head": True, "dynamic": {"-:.*o_proj": {}, pattern: head}})
+    assert (spec.bits, spec.group_size) == (4, 64)
+    assert spec.head == QuantSpec("gptq", 8, 32, True, False, "gptq")
+    assert QuantSpec.from_config({**GPTQ, "dynamic": {pattern: {"bits": 8}}}).head == replace(
+        QuantSpec.from_config(GPTQ), bits=8
+    )
+
+
+@pytest.mark.parametrize("target", ["lm_head", "re:.*lm_head$"])
+def test_a_compressed_tensors_head_may_have_a_scheme_of_its_own(target: str) -> None:
+    spec = QuantSpec.from_config({**COMPRESSED, "ignore": [], "config_groups": compressed_groups(target)})
+    assert (spec.bits, spec.group_size) == (4, 32)
+    assert spec.head == QuantSpec("compressed-tensors", 8, -1, False, False, "pack-quantized")
 
 
 def test_skipped_modules_of_gptq_are_no_override() -> None:

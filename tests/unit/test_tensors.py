@@ -114,6 +114,44 @@ def test_packed_matrices_keep_their_four_bits(tmp_path: Path, name: str) -> None
         assert torch.equal(source.tensor(f"{prefix}.weight"), matrix.dequantize())
 
 
+HEADS: dict[str, dict[str, Any]] = {
+    "gptq": {**QUANTIZATION["gptq"], "lm_head": True, "dynamic": {"lm_head": {"bits": 8, "group_size": -1}}},
+    "compressed-tensors": {
+        **QUANTIZATION["compressed-tensors"],
+        "config_groups": {
+            **QUANTIZATION["compressed-tensors"]["config_groups"],
+            "head": {"targets": ["lm_head"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_of_other_bits_is_read_beside_four_bits(tmp_path: Path, name: str) -> None:
+    matrices, head = _packed_matrices(name), random_packed(320, 64, 64, kind="zeros", bits=8)
+    tensors = _packed_tensors(name, matrices)
+    del tensors["lm_head.weight"]
+    tensors |= {f"lm_head.{suffix}": part for suffix, part in FORMATS[f"{name}-8bit"].pack(head).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = _open(tmp_path, tiny_config(quantization_config=HEADS[name]))
+    assert same(source.linear("lm_head"), head)
+    assert not source.is_packed("lm_head")  # dequantised once: no product keeps 8 bits
+    assert source.is_packed(Q_PROJ)
+    assert same(source.linear(Q_PROJ), matrices[Q_PROJ])
+    with pytest.raises(UsageError, match="`lm_head` is not a 4-bit"):
+        _open(tmp_path, _packed_config(name))
+
+
+def test_a_checkpoint_of_eight_bits_is_read(tmp_path: Path) -> None:
+    packed = random_packed(64, 64, 32, bits=8)
+    tensors = random_weights(tiny_config())
+    del tensors[f"{Q_PROJ}.weight"]
+    tensors |= {f"{Q_PROJ}.{suffix}": part for suffix, part in FORMATS["gptq-8bit"].pack(packed).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = {"quant_method": "gptq", "bits": 8, "group_size": 32}
+    assert same(_open(tmp_path, tiny_config(quantization_config=quantization)).linear(Q_PROJ), packed)
+
+
 def test_a_matrix_left_in_16_bits_beside_packed_ones_is_dense(tmp_path: Path) -> None:
     matrices = _packed_matrices("gptq")
     del matrices[Q_PROJ]

@@ -100,7 +100,7 @@ def keeps_4_bits(spec: ModelSpec, *, dtype: str, device: str) -> bool:
     is exact by default: the bf16 x of torch's int4 product moves the logits of SmolLM2-135M by 1.5 % and with them one
     greedy token in 30.
     """
-    if device != "cpu" or spec.quantization is None:
+    if device != "cpu" or spec.quantization is None or spec.quantization.bits != 4:
         return False
     return dtype == "bfloat16" or (dtype == "auto" and spec.hidden >= INT4_HIDDEN)
 
@@ -153,6 +153,8 @@ class _Builder:
         return CausalLM(self.spec, embedding=embedding, layers=layers, norm=self._vector(NORM), head=head)
 
     def _head(self, weight: Tensor | PackedWeight) -> nn.Module:
+        if self.use_rescored_head and isinstance(weight, PackedWeight) and weight.bits == 8:
+            weight = weight.dequantize(torch.bfloat16)
         if self.use_rescored_head and isinstance(weight, Tensor):
             return RescoredLinear(weight.to(torch.bfloat16))
         return self._linear(weight, None, out_dtype=torch.float32)

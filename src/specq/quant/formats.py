@@ -1,4 +1,4 @@
-"""How 4-bit matrices lie in files: one `QuantFormat` each, to and from `PackedWeight`.
+"""How matrices of 4 and 8 bits lie in files: one `QuantFormat` each, to and from `PackedWeight`.
 
 Reading the files is tensors.py's work; here names are suffixes ("qweight") and tensors are in memory.
 The block formats of GGUF are in gguf_blocks.py and join the table at the end.
@@ -15,16 +15,18 @@ from torch import Tensor
 from specq.quant import gguf_blocks
 from specq.quant.packed import (
     SCALE_DTYPES,
-    SYMMETRIC_ZERO,
+    WIDTHS,
     PackedWeight,
     TwoLevel,
     concat_rows,
     integer_zeros,
+    pack_codes,
     pack_nibbles,
+    unpack_codes,
     unpack_nibbles,
 )
 
-__all__ = ["FORMATS", "Header", "PackedWeight", "QuantFormat", "TwoLevel", "concat_rows"]
+__all__ = ["FORMATS", "Header", "PackedWeight", "QuantFormat", "TwoLevel", "concat_rows", "format_name"]
 
 # Position in a word -> column within its block of 8, for AWQ's "gemm" layout.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -40,7 +42,7 @@ class Header:
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """One file format of a 4-bit matrix.
+    """One file format of a matrix, its number of bits included.
 
     `check(headers, group_size)` returns (N, K) or raises ValueError; `unpack(tensors, group_size)` reads;
     `pack(weight)` returns the tensors by suffix, ValueError when the format cannot hold the matrix.
@@ -87,13 +89,20 @@ def _column_order(g_idx: Tensor | None, columns: int, group_size: int) -> Tensor
     return None if torch.equal(g_idx.long(), plain) else g_idx.to(torch.int32)
 
 
-def _build(codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int) -> PackedWeight:
-    columns = 8 * codes.shape[1]
-    if zeros is not None and bool((zeros == SYMMETRIC_ZERO).all()):
+def _build(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, group_size: int, *, bits: int = 4
+) -> PackedWeight:
+    columns = 32 // bits * codes.shape[1]
+    if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
         zeros = None
     size = columns if group_size == -1 else min(group_size, columns)
     order = _column_order(g_idx, columns, group_size)
-    return PackedWeight(codes=codes, scales=scales, zeros=zeros, group_size=size, g_idx=order)
+    return PackedWeight(codes=codes, scales=scales, zeros=zeros, group_size=size, g_idx=order, bits=bits)
+
+
+def _require_bits(weight: PackedWeight, bits: int) -> None:
+    if weight.bits != bits:
+        raise ValueError(f"a matrix of {weight.bits} bits in a format of {bits}")
 
 
 def _g_idx_of(weight: PackedWeight) -> Tensor:
@@ -103,48 +112,52 @@ def _g_idx_of(weight: PackedWeight) -> Tensor:
 # GPTQ: words along K, zeros along N; version 1 stores zero - 1.
 
 
-def _gptq_check(headers: Mapping[str, Header], group_size: int) -> tuple[int, int]:
-    words, rows = _matrix(headers, "qweight")
-    columns = 8 * words
-    groups = _num_groups(columns, group_size)
-    _expect(headers, "qweight", (words, rows), torch.int32)
-    _expect(headers, "scales", (groups, rows), *SCALE_DTYPES)
-    if rows % 8:
-        raise ValueError(f"{rows} outputs are not a multiple of 8")
-    _expect(headers, "qzeros", (groups, rows // 8), torch.int32)
-    if "g_idx" in headers:
-        _expect(headers, "g_idx", (columns,), torch.int32, torch.int64)
-    return rows, columns
+def _gptq_format(name: str, stored_offset: int, bits: int) -> QuantFormat:
+    """`stored_offset` is what version 1 takes off its zeros."""
+    per_word = 32 // bits
+    largest = (1 << bits) - 1
 
+    def check(headers: Mapping[str, Header], group_size: int) -> tuple[int, int]:
+        words, rows = _matrix(headers, "qweight")
+        columns = per_word * words
+        groups = _num_groups(columns, group_size)
+        _expect(headers, "qweight", (words, rows), torch.int32)
+        _expect(headers, "scales", (groups, rows), *SCALE_DTYPES)
+        if rows % per_word:
+            raise ValueError(f"{rows} outputs are not a multiple of {per_word}")
+        _expect(headers, "qzeros", (groups, rows // per_word), torch.int32)
+        if "g_idx" in headers:
+            _expect(headers, "g_idx", (columns,), torch.int32, torch.int64)
+        return rows, columns
 
-def _gptq_unpack(stored_offset: int) -> Callable[[Mapping[str, Tensor], int], PackedWeight]:
     def unpack(tensors: Mapping[str, Tensor], group_size: int) -> PackedWeight:
-        zeros = unpack_nibbles(tensors["qzeros"]) + stored_offset  # without carry: a stored 15 is zero 16
+        # Without carry: of 4 bits a stored 15 is zero 16.
+        zeros = unpack_codes(tensors["qzeros"], bits).to(torch.int16) + stored_offset
+        if int(zeros.max()) > 255:
+            raise ValueError("a zero of 256 is outside the codes")
         return _build(
             tensors["qweight"].T.contiguous(),
             tensors["scales"].T.contiguous(),
-            zeros.T.contiguous(),
+            zeros.T.to(torch.uint8).contiguous(),
             tensors.get("g_idx"),
             group_size,
+            bits=bits,
         )
 
-    return unpack
-
-
-def _gptq_pack(stored_offset: int) -> Callable[[PackedWeight], dict[str, Tensor]]:
     def pack(weight: PackedWeight) -> dict[str, Tensor]:
+        _require_bits(weight, bits)
         stored = integer_zeros(weight).to(torch.int16) - stored_offset
         # A version 1 zero of 16 would be a stored 15, which other readers decode as 0 or with a carry.
-        if int(stored.min()) < 0 or int(stored.max()) > 15 - stored_offset:
-            raise ValueError(f"gptq zeros must be {stored_offset}..15")
+        if int(stored.min()) < 0 or int(stored.max()) > largest - stored_offset:
+            raise ValueError(f"gptq zeros must be {stored_offset}..{largest}")
         return {
             "qweight": weight.codes.T.contiguous(),
-            "qzeros": pack_nibbles(stored.T.contiguous()),
+            "qzeros": pack_codes(stored.T.contiguous(), bits),
             "scales": weight.scales.T.contiguous(),
             "g_idx": _g_idx_of(weight),
         }
 
-    return pack
+    return QuantFormat(format_name(name, bits), _GPTQ_PARTS, ("g_idx",), check, unpack, pack)
 
 
 # AWQ gemm: words along N with interleaved columns, zeros the same, nothing subtracted.
@@ -183,6 +196,7 @@ def _awq_unpack(tensors: Mapping[str, Tensor], group_size: int) -> PackedWeight:
 
 
 def _awq_pack(weight: PackedWeight) -> dict[str, Tensor]:
+    _require_bits(weight, 4)
     if weight.g_idx is not None:
         raise ValueError("awq has no permuted column order")
     zeros = integer_zeros(weight)
@@ -195,55 +209,60 @@ def _awq_pack(weight: PackedWeight) -> dict[str, Tensor]:
     }
 
 
-# compressed-tensors pack-quantized: signed values stored + 8, words along K, zeros packed along N.
+# compressed-tensors pack-quantized: signed values stored + middle, words along K, zeros packed along N.
 
 
-def _ct_check(headers: Mapping[str, Header], group_size: int) -> tuple[int, int]:
-    rows, words = _matrix(headers, "weight_packed")
-    columns = 8 * words
-    groups = _num_groups(columns, group_size)
-    _expect(headers, "weight_packed", (rows, words), torch.int32)
-    _expect(headers, "weight_scale", (rows, groups), *SCALE_DTYPES)
-    _expect(headers, "weight_shape", (2,), torch.int64, torch.int32)
-    if "weight_zero_point" in headers:
-        is_packed = headers["weight_zero_point"].dtype == torch.int32
-        shape = (-(-rows // 8) if is_packed else rows, groups)
-        _expect(headers, "weight_zero_point", shape, torch.int32, torch.int8)
-    if "weight_g_idx" in headers:
-        _expect(headers, "weight_g_idx", (columns,), torch.int32, torch.int64)
-    return rows, columns
+def _ct_format(name: str, bits: int) -> QuantFormat:
+    per_word = 32 // bits
+    largest = (1 << bits) - 1
 
+    def check(headers: Mapping[str, Header], group_size: int) -> tuple[int, int]:
+        rows, words = _matrix(headers, "weight_packed")
+        columns = per_word * words
+        groups = _num_groups(columns, group_size)
+        _expect(headers, "weight_packed", (rows, words), torch.int32)
+        _expect(headers, "weight_scale", (rows, groups), *SCALE_DTYPES)
+        _expect(headers, "weight_shape", (2,), torch.int64, torch.int32)
+        if "weight_zero_point" in headers:
+            is_packed = headers["weight_zero_point"].dtype == torch.int32
+            shape = (-(-rows // per_word) if is_packed else rows, groups)
+            _expect(headers, "weight_zero_point", shape, torch.int32, torch.int8)
+        if "weight_g_idx" in headers:
+            _expect(headers, "weight_g_idx", (columns,), torch.int32, torch.int64)
+        return rows, columns
 
-def _ct_unpack(tensors: Mapping[str, Tensor], group_size: int) -> PackedWeight:
-    codes = tensors["weight_packed"].contiguous()
-    rows, columns = codes.shape[0], 8 * codes.shape[1]
-    if tensors["weight_shape"].tolist() != [rows, columns]:
-        raise ValueError(f"weight_shape says {tensors['weight_shape'].tolist()}, packed is {[rows, columns]}")
-    zeros = tensors.get("weight_zero_point")
-    if zeros is not None and zeros.dtype == torch.int8:
-        zeros = (zeros + SYMMETRIC_ZERO).to(torch.uint8)
-    elif zeros is not None:
-        zeros = unpack_nibbles(zeros.T)[:, :rows].T.contiguous()
-    scales = tensors["weight_scale"].contiguous()
-    return _build(codes, scales, zeros, tensors.get("weight_g_idx"), group_size)
+    def unpack(tensors: Mapping[str, Tensor], group_size: int) -> PackedWeight:
+        codes = tensors["weight_packed"].contiguous()
+        rows, columns = codes.shape[0], per_word * codes.shape[1]
+        if tensors["weight_shape"].tolist() != [rows, columns]:
+            raise ValueError(f"weight_shape says {tensors['weight_shape'].tolist()}, packed is {[rows, columns]}")
+        zeros = tensors.get("weight_zero_point")
+        if zeros is not None and zeros.dtype == torch.int8:
+            zeros = (zeros.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+        elif zeros is not None:
+            zeros = unpack_codes(zeros.T, bits)[:, :rows].T.contiguous()
+        scales = tensors["weight_scale"].contiguous()
+        return _build(codes, scales, zeros, tensors.get("weight_g_idx"), group_size, bits=bits)
 
+    def pack(weight: PackedWeight) -> dict[str, Tensor]:
+        _require_bits(weight, bits)
+        zeros = integer_zeros(weight)
+        if int(zeros.max()) > largest:
+            raise ValueError(f"compressed-tensors zeros must be 0..{largest}")
+        packed = {
+            "weight_packed": weight.codes.contiguous(),
+            "weight_scale": weight.scales.contiguous(),
+            "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+        }
+        if weight.zeros is not None:
+            padded = torch.nn.functional.pad(zeros.T, (0, -weight.shape[0] % per_word))
+            packed["weight_zero_point"] = pack_codes(padded, bits).T.contiguous()
+        if weight.g_idx is not None:
+            packed["weight_g_idx"] = _g_idx_of(weight)
+        return packed
 
-def _ct_pack(weight: PackedWeight) -> dict[str, Tensor]:
-    zeros = integer_zeros(weight)
-    if int(zeros.max()) > 15:
-        raise ValueError("compressed-tensors zeros must be 0..15")
-    packed = {
-        "weight_packed": weight.codes.contiguous(),
-        "weight_scale": weight.scales.contiguous(),
-        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
-    }
-    if weight.zeros is not None:
-        padding = -weight.shape[0] % 8
-        padded = torch.nn.functional.pad(zeros.T, (0, padding))
-        packed["weight_zero_point"] = pack_nibbles(padded).T.contiguous()
-    if weight.g_idx is not None:
-        packed["weight_g_idx"] = _g_idx_of(weight)
-    return packed
+    optional = ("weight_zero_point", "weight_g_idx")
+    return QuantFormat(format_name(name, bits), _CT_PARTS, optional, check, unpack, pack)
 
 
 # GGUF: rows of blocks; one tensor "blocks", uint8 [N, bytes a row].
@@ -263,6 +282,7 @@ def _gguf_format(name: str, layout: gguf_blocks.BlockLayout) -> QuantFormat:
         return layout.unpack(tensors["blocks"])
 
     def pack(weight: PackedWeight) -> dict[str, Tensor]:
+        _require_bits(weight, 4)
         return {"blocks": layout.pack(weight)}
 
     return QuantFormat(name, ("blocks",), (), check, unpack, pack)
@@ -271,17 +291,18 @@ def _gguf_format(name: str, layout: gguf_blocks.BlockLayout) -> QuantFormat:
 _GPTQ_PARTS = ("qweight", "qzeros", "scales")
 _CT_PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
-FORMATS: Mapping[str, QuantFormat] = {
-    "gptq": QuantFormat("gptq", _GPTQ_PARTS, ("g_idx",), _gptq_check, _gptq_unpack(1), _gptq_pack(1)),
-    "gptq_v2": QuantFormat("gptq_v2", _GPTQ_PARTS, ("g_idx",), _gptq_check, _gptq_unpack(0), _gptq_pack(0)),
-    "awq": QuantFormat("awq", _GPTQ_PARTS, (), _awq_check, _awq_unpack, _awq_pack),
-    "compressed-tensors": QuantFormat(
-        "compressed-tensors",
-        _CT_PARTS,
-        ("weight_zero_point", "weight_g_idx"),
-        _ct_check,
-        _ct_unpack,
-        _ct_pack,
-    ),
-    **{f"gguf-{name}": _gguf_format(f"gguf-{name}", layout) for name, layout in gguf_blocks.LAYOUTS.items()},
-}
+
+def format_name(name: str, bits: int) -> str:
+    """The key in FORMATS of a file format with codes of that many bits."""
+    return name if bits == 4 else f"{name}-{bits}bit"
+
+
+_ALL = (
+    *(_gptq_format("gptq", 1, bits) for bits in WIDTHS),
+    *(_gptq_format("gptq_v2", 0, bits) for bits in WIDTHS),
+    QuantFormat("awq", _GPTQ_PARTS, (), _awq_check, _awq_unpack, _awq_pack),
+    *(_ct_format("compressed-tensors", bits) for bits in WIDTHS),
+    *(_gguf_format(f"gguf-{name}", layout) for name, layout in gguf_blocks.LAYOUTS.items()),
+)
+
+FORMATS: Mapping[str, QuantFormat] = {form.name: form for form in _ALL}

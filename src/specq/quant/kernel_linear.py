@@ -127,7 +127,9 @@ def is_decoding(x: Tensor) -> bool:
 
 
 def has_kernel(weight: PackedWeight) -> bool:
-    """Whether a kernel runs this matrix: its groups, 16-bit scales of one type, columns that permute into groups."""
+    """Whether a kernel runs this matrix: its bits, groups, 16-bit scales of one type, columns that fall into groups."""
+    if weight.bits != 4:
+        return False
     level = weight.two_level
     minima = weight.minima if level is None else level.minima
     if weight.scales.dtype == torch.float32 or (minima is not None and minima.dtype != weight.scales.dtype):

@@ -1,4 +1,4 @@
-"""Products with a matrix, 4-bit or dense: which one runs where is decided here and nowhere else.
+"""Products with a matrix, packed or dense: which one runs where is decided here and nowhere else.
 
 `make_linear` chooses by device, dtype and the matrix's groups:
 - "dense": dequantised once at load; exact, the choice for float32 and float64.
@@ -61,7 +61,7 @@ class RescoredLinear(DenseLinear):
 
 
 class QuantLinear(nn.Module):
-    """The reference product: the 4-bit matrix dequantised at every call, in fp32 (float64 for a float64 x)."""
+    """The reference product: the packed matrix dequantised at every call, in fp32 (float64 for a float64 x)."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -144,6 +144,8 @@ def int4_group(weight: PackedWeight) -> int | None:
 
     Groups are split to fit; columns are padded only where no group divides them.
     """
+    if weight.bits != 4:
+        return None
     size, columns = weight.group_size, weight.shape[1]
     if weight.g_idx is not None:
         by_group = weight.g_idx.sort(stable=True).values

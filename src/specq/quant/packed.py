@@ -1,4 +1,4 @@
-"""The 4-bit matrix specq keeps in memory, and the one law that turns it into numbers.
+"""The 4 or 8-bit matrix specq keeps in memory, and the one law that turns it into numbers.
 
 Every file format is read into `PackedWeight` (see formats.py and gguf_blocks.py) and every product starts
 from it (see linear.py). Nothing here knows files or devices.
@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 SYMMETRIC_ZERO = 8
+"""The zero of a symmetric matrix of 4 bits."""
+
+WIDTHS = (4, 8)
+"""Bits a code may have."""
+
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -32,6 +37,23 @@ def pack_nibbles(values: Tensor) -> Tensor:
     return pairs.flatten().view(torch.int32).view(*pairs.shape[:-1], -1)
 
 
+def unpack_codes(words: Tensor, bits: int) -> Tensor:
+    """uint8 values [..., W * 32 / bits] of int32 words [..., W], lowest first."""
+    if bits == 4:
+        return unpack_nibbles(words)
+    return words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)
+
+
+def pack_codes(values: Tensor, bits: int) -> Tensor:
+    """int32 words [..., W] of values below 2 ** bits [..., W * 32 / bits], lowest first."""
+    if bits == 4:
+        return pack_nibbles(values)
+    if values.shape[-1] % 4:
+        raise ValueError(f"the last dimension must be a multiple of 4, got {values.shape[-1]}")
+    octets = values.to(torch.uint8)
+    return octets.flatten().view(torch.int32).view(*octets.shape[:-1], -1)
+
+
 @dataclass(frozen=True)
 class TwoLevel:
     """The second level of Q4_K's scales: per group scale = scales * scale_codes, minimum = minima * minimum_codes.
@@ -46,24 +68,27 @@ class TwoLevel:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A 4-bit matrix [N, K] under the law w = scale * q + offset, one scale and offset a row and group.
+    """A matrix [N, K] of 4 or 8-bit codes under the law w = scale * q + offset, one scale and offset a row and group.
 
-    The offset is -zero * scale for integer zeros (8 when `zeros` is None and nothing else is given), the
-    float minimum for `minima`, and minus the scaled minimum for `two_level`.
+    The offset is -zero * scale for integer zeros (the `middle` of the codes when `zeros` is None and nothing else is
+    given), the float minimum for `minima`, and minus the scaled minimum for `two_level`.
     Raises ValueError when the parts do not fit together.
     """
 
-    codes: Tensor  # int32 [N, K/8], lowest nibble first along K
+    codes: Tensor  # int32 [N, K * bits / 32], lowest first along K
     scales: Tensor  # the file's own float type [N, G]; with two_level [N, K/256]
-    zeros: Tensor | None = None  # uint8 [N, G], 0..16
+    zeros: Tensor | None = None  # uint8 [N, G], 0..16 of 4 bits, 0..255 of 8
     minima: Tensor | None = None  # the file's own float type [N, G], added
     two_level: TwoLevel | None = None
     group_size: int = 128  # columns a group; K when per channel; the last group may be shorter
     g_idx: Tensor | None = None  # int32 [K], the group of each column, when it is not k // group_size
+    bits: int = 4
 
     def __post_init__(self) -> None:
+        if self.bits not in WIDTHS:
+            raise ValueError(f"codes have 4 or 8 bits, got {self.bits}")
         if self.codes.dtype != torch.int32 or self.codes.ndim != 2:
-            raise ValueError(f"codes must be int32 [N, K/8], got {self.codes.dtype} {list(self.codes.shape)}")
+            raise ValueError(f"codes must be int32 words of rows, got {self.codes.dtype} {list(self.codes.shape)}")
         if self.scales.dtype not in SCALE_DTYPES:
             raise ValueError(f"scales must be a 16 or 32-bit float, got {self.scales.dtype}")
         if not 0 < self.group_size <= self.shape[1]:
@@ -89,7 +114,12 @@ class PackedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K): outputs and inputs."""
-        return self.codes.shape[0], 8 * self.codes.shape[1]
+        return self.codes.shape[0], 32 // self.bits * self.codes.shape[1]
+
+    @property
+    def middle(self) -> int:
+        """The zero of a symmetric matrix: half of the codes are below it."""
+        return 1 << (self.bits - 1)
 
     @property
     def num_groups(self) -> int:
@@ -117,7 +147,7 @@ class PackedWeight:
 
     def unpacked(self) -> Tensor:
         """uint8 [N, K]: the codes, one a byte."""
-        return unpack_nibbles(self.codes)
+        return unpack_codes(self.codes, self.bits)
 
     def scale_offset(self) -> tuple[Tensor, Tensor]:
         """fp32 scale and offset of every row and group, [N, G] each."""
@@ -132,7 +162,7 @@ class PackedWeight:
             return scales, self.minima.float()
         if self.zeros is not None:
             return scales, -(self.zeros.float() * scales)
-        return scales, -SYMMETRIC_ZERO * scales
+        return scales, -self.middle * scales
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] numbers: the law in fp32, then rounded once to `dtype`."""
@@ -171,7 +201,7 @@ class PackedWeight:
 def concat_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     """One matrix with the rows of all parts below each other (q, k, v or gate, up).
 
-    None when they cannot share one product: other inputs, group sizes, column orders or kinds of offset.
+    None when they cannot share one product: other bits, inputs, group sizes, column orders or kinds of offset.
     """
     first = parts[0]
     if any(_kind(part) != _kind(first) for part in parts):
@@ -194,6 +224,7 @@ def concat_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
         two_level=_join_levels(levels) if levels else None,
         group_size=first.group_size,
         g_idx=first.g_idx,
+        bits=first.bits,
     )
 
 
@@ -206,7 +237,7 @@ def _join_levels(levels: Sequence[TwoLevel]) -> TwoLevel:
 
 
 def integer_zeros(weight: PackedWeight) -> Tensor:
-    """uint8 [N, G]: the integer zeros of a matrix that has them, 8 where it is symmetric.
+    """uint8 [N, G]: the integer zeros of a matrix that has them, its middle where it is symmetric.
 
     Raises ValueError for float minima and two-level scales.
     """
@@ -214,12 +245,12 @@ def integer_zeros(weight: PackedWeight) -> Tensor:
         raise ValueError("a matrix with float minima has no integer zeros")
     if weight.zeros is not None:
         return weight.zeros
-    return torch.full(weight.scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8, device=weight.scales.device)
+    return torch.full(weight.scales.shape, weight.middle, dtype=torch.uint8, device=weight.scales.device)
 
 
 def _kind(weight: PackedWeight) -> tuple[object, ...]:
     offset = "two" if weight.two_level is not None else "minima" if weight.minima is not None else "zeros"
-    return weight.shape[1], weight.group_size, weight.scales.dtype, offset
+    return weight.bits, weight.shape[1], weight.group_size, weight.scales.dtype, offset
 
 
 def _same_order(left: Tensor | None, right: Tensor | None) -> bool:

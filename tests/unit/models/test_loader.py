@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from factories import WeightsInMemory, random_weights, tiny_config, tiny_model, write_model
+from packed_weights import random_packed
 from torch import Tensor
 
 from specq.checkpoint import ModelSpec
@@ -20,7 +21,7 @@ from specq.models.layers import SideBySide
 from specq.models.loader import build_model, check_memory, load_model, model_spec
 from specq.models.memory import MemoryEstimate, estimate_bytes, require_memory
 from specq.quant.formats import FORMATS
-from specq.quant.linear import DenseLinear, Int4Linear
+from specq.quant.linear import DenseLinear, Int4Linear, RescoredLinear
 from specq.quant.packed import PackedWeight, pack_nibbles
 from specq.spec.tree import chain
 
@@ -102,6 +103,31 @@ def test_embedding_of_an_untied_model_stays_in_16_bits(tmp_path: Path) -> None:
     model = load_model(write_model(tmp_path, dtype=torch.bfloat16))
     assert model.embedding.dtype == torch.bfloat16
     assert model.embed(torch.tensor([1])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("hidden", [0, 1024])
+def test_a_head_of_eight_bits_gives_the_logits_of_its_values(
+    tmp_path: Path, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly in fp32; beside int4 products as bf16, its best logits in fp32."""
+    monkeypatch.setattr("specq.models.loader.INT4_HIDDEN", hidden)
+    monkeypatch.setattr("specq.models.loader.has_fast_bfloat16", lambda: True)
+    quantization = {**QUANTIZATIONS["gptq"], "lm_head": True, "dynamic": {"lm_head": {"bits": 8}}}
+    config = tiny_config("qwen2", intermediate_size=128, quantization_config=quantization)
+    weights = random_weights(config)
+    tensors = {name: weight for name, weight in weights.items() if not name.endswith("_proj.weight")}
+    head = random_packed(320, 64, 32, bits=8)
+    for prefix in [name.removesuffix(".weight") for name in weights if name.endswith("_proj.weight")]:
+        parts = FORMATS["gptq"].pack(symmetric(weights[f"{prefix}.weight"]))
+        tensors |= {f"{prefix}.{suffix}": part for suffix, part in parts.items()}
+    del tensors["lm_head.weight"]
+    tensors |= {f"lm_head.{suffix}": part for suffix, part in FORMATS["gptq-8bit"].pack(head).items()}
+    model = load_model(write_model(tmp_path, config, weights=tensors, dtype=None))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    expected = x @ head.dequantize().T
+    assert type(model.head) is (RescoredLinear if hidden == 0 else DenseLinear)
+    error = (model.logits(x) - expected).abs().max() / expected.abs().max()
+    assert error < (1e-2 if hidden == 0 else 1e-6)
 
 
 def test_tied_model_holds_its_embedding_once() -> None:

@@ -1,4 +1,4 @@
-"""File formats of 4-bit matrices: inverse to each other, and equal to words worked out by hand."""
+"""File formats of packed matrices: inverse to each other, and equal to words worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from packed_weights import random_packed, same
 
 from specq.quant.formats import FORMATS, Header, PackedWeight
-from specq.quant.packed import pack_nibbles
+from specq.quant.packed import pack_codes, pack_nibbles
 
 FOLDER_FORMATS = ("gptq", "gptq_v2", "awq", "compressed-tensors")
+EIGHT_BITS = ("gptq-8bit", "gptq_v2-8bit", "compressed-tensors-8bit")
 BLOCK_KINDS = {"gguf-q4_0": "symmetric", "gguf-q4_1": "minima", "gguf-q4_k": "two-level"}
 
 
@@ -35,7 +36,7 @@ def _counting(offset: int = 0) -> PackedWeight:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(FOLDER_FORMATS),
+    name=st.sampled_from(FOLDER_FORMATS + EIGHT_BITS),
     rows=st.integers(1, 5),
     columns=st.integers(1, 12),
     group_size=st.sampled_from([8, 16, 24, 32, 96]),
@@ -46,12 +47,14 @@ def _counting(offset: int = 0) -> PackedWeight:
 def test_unpack_inverts_pack(
     name: str, rows: int, columns: int, group_size: int, is_symmetric: bool, is_permuted: bool, seed: int
 ) -> None:
-    rows, columns = 8 * rows - (seed % 8 if name == "compressed-tensors" else 0), 8 * columns
+    rows, columns = 8 * rows - (seed % 8 if name.startswith("compressed-tensors") else 0), 8 * columns
+    bits = 8 if name in EIGHT_BITS else 4
     kind = "symmetric" if is_symmetric else "zeros"
     size = min(group_size, columns)
-    weight = random_packed(rows, columns, size, kind=kind, is_permuted=is_permuted and name != "awq", seed=seed)
+    is_permuted = is_permuted and name != "awq"
+    weight = random_packed(rows, columns, size, kind=kind, is_permuted=is_permuted, seed=seed, bits=bits)
     if weight.g_idx is not None and torch.equal(weight.group_of(), torch.arange(columns) // size):
-        weight = random_packed(rows, columns, size, kind=kind, seed=seed)
+        weight = random_packed(rows, columns, size, kind=kind, seed=seed, bits=bits)
     tensors = FORMATS[name].pack(weight)
     assert FORMATS[name].check(_headers(tensors), size) == weight.shape
     assert same(FORMATS[name].unpack(tensors, size), weight)
@@ -66,7 +69,7 @@ def test_unpack_inverts_pack_for_blocks(name: str) -> None:
 
 
 def test_every_format_has_a_round_trip() -> None:
-    assert set(FORMATS) == {*FOLDER_FORMATS, *BLOCK_KINDS}
+    assert set(FORMATS) == {*FOLDER_FORMATS, *EIGHT_BITS, *BLOCK_KINDS}
 
 
 def test_gptq_words_run_along_k_and_a_symmetric_zero_is_stored_as_seven() -> None:
@@ -75,6 +78,32 @@ def test_gptq_words_run_along_k_and_a_symmetric_zero_is_stored_as_seven() -> Non
     assert tensors["qzeros"].tolist() == [[0x77777777]]
     assert tensors["g_idx"].tolist() == [0] * 8
     assert FORMATS["gptq_v2"].pack(_counting())["qzeros"].tolist() == [[_as_signed(0x88888888)]]
+
+
+def test_eight_bits_are_four_to_a_word_with_128_in_the_middle() -> None:
+    codes = torch.arange(4)[:, None] * 16 + torch.arange(4)
+    weight = PackedWeight(codes=pack_codes(codes, 8), scales=torch.ones(4, 1).half(), group_size=4, bits=8)
+    assert weight.shape == (4, 4)
+    assert weight.dequantize()[1].tolist() == [-112, -111, -110, -109]
+    tensors = FORMATS["gptq-8bit"].pack(weight)
+    assert tensors["qweight"].tolist() == [[0x03020100, 0x13121110, 0x23222120, 0x33323130]]
+    assert tensors["qzeros"].tolist() == [[0x7F7F7F7F]]
+    assert FORMATS["gptq_v2-8bit"].pack(weight)["qzeros"].tolist() == [[_as_signed(0x80808080)]]
+    packed = FORMATS["compressed-tensors-8bit"].pack(weight)["weight_packed"]
+    assert packed.tolist() == [[0x03020100], [0x13121110], [0x23222120], [0x33323130]]
+
+
+def test_a_zero_of_256_is_outside_eight_bits() -> None:
+    tensors = FORMATS["gptq-8bit"].pack(random_packed(8, 64, 32, bits=8)) | {"qzeros": torch.full((2, 2), -1).int()}
+    with pytest.raises(ValueError, match="zero of 256"):
+        FORMATS["gptq-8bit"].unpack(tensors, 32)
+
+
+@pytest.mark.parametrize("name", [*FOLDER_FORMATS, *EIGHT_BITS, "gguf-q4_0"])
+def test_a_matrix_of_other_bits_is_refused(name: str) -> None:
+    weight = random_packed(8, 64, 32, bits=4 if name in EIGHT_BITS else 8)
+    with pytest.raises(ValueError, match="bits in a format of"):
+        FORMATS[name].pack(weight)
 
 
 def test_awq_words_run_along_n_in_their_own_order() -> None:
@@ -106,6 +135,9 @@ def test_compressed_tensors_reads_unpacked_signed_zeros() -> None:
     tensors["weight_zero_point"] = torch.arange(-8, 0, dtype=torch.int8)[:, None]
     assert FORMATS["compressed-tensors"].check(_headers(tensors), -1) == (8, 8)
     assert FORMATS["compressed-tensors"].unpack(tensors, -1).zeros.flatten().tolist() == list(range(8))
+    wide = FORMATS["compressed-tensors-8bit"].pack(random_packed(4, 8, 8, bits=8))
+    wide["weight_zero_point"] = torch.tensor([[-128], [-1], [0], [127]], dtype=torch.int8)
+    assert FORMATS["compressed-tensors-8bit"].unpack(wide, -1).zeros.flatten().tolist() == [0, 127, 128, 255]
 
 
 def test_version_one_zeros_gain_one_without_carry() -> None:

@@ -85,6 +85,17 @@ def test_groups_torch_cannot_split_fall_back_to_dense(group_size: int) -> None:
         Int4Linear(weight)
 
 
+@pytest.mark.parametrize("product", [None, "dense", "reference"])
+def test_eight_bits_are_multiplied_dequantised(product: str | None) -> None:
+    weight = random_packed(48, 512, 32, kind="zeros", bits=8)
+    assert int4_group(weight) is None
+    x = _input(3, 512)
+    linear = make_linear(weight, device=CPU, dtype=torch.bfloat16, product=product)
+    assert _error(linear(x), _exact(weight, x)) < BF16_TOLERANCE
+    with pytest.raises(ValueError, match="int4 product"):
+        Int4Linear(weight)
+
+
 def test_uneven_permuted_groups_fall_back_to_dense() -> None:
     g_idx = torch.zeros(64, dtype=torch.int32)
     g_idx[40:] = 1

@@ -1,4 +1,4 @@
-"""The 4-bit matrix in memory: its law, its checks, and rows put together."""
+"""The packed matrix in memory: its law, its checks, and rows put together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from packed_weights import random_packed, same
 
-from specq.quant.packed import PackedWeight, concat_rows, pack_nibbles, unpack_nibbles
+from specq.quant.packed import PackedWeight, concat_rows, pack_codes, pack_nibbles, unpack_codes, unpack_nibbles
 
 KINDS = ("symmetric", "zeros", "minima", "two-level")
 
@@ -20,10 +20,18 @@ def test_nibbles_lie_lowest_first() -> None:
     assert torch.equal(pack_nibbles(values), words)
 
 
+def test_octets_lie_lowest_first() -> None:
+    words = torch.tensor([[0x03020100, -0x01020304]], dtype=torch.int32)  # 0x03020100, 0xFEFDFCFC
+    values = unpack_codes(words, 8)
+    assert values.tolist() == [[0, 1, 2, 3, 0xFC, 0xFC, 0xFD, 0xFE]]
+    assert torch.equal(pack_codes(values, 8), words)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("is_permuted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantised_numbers_follow_the_law(kind: str, is_permuted: bool) -> None:
-    weight = random_packed(6, 512, 32, kind=kind, is_permuted=is_permuted)
+def test_dequantised_numbers_follow_the_law(kind: str, is_permuted: bool, bits: int) -> None:
+    weight = random_packed(6, 512, 32, kind=kind, is_permuted=is_permuted, bits=bits)
     scale, offset = weight.scale_offset()
     dense, codes, groups = weight.dequantize(), weight.unpacked(), weight.group_of().tolist()
     for row in range(6):
@@ -38,6 +46,8 @@ def test_offsets_are_minus_zero_times_scale() -> None:
     assert torch.equal(offset, -8 * symmetric.scales.float())
     scale, offset = asymmetric.scale_offset()
     assert torch.equal(offset, -asymmetric.zeros.float() * scale)
+    scale, offset = random_packed(8, 64, 32, bits=8).scale_offset()
+    assert torch.equal(offset, -128 * scale)
 
 
 def test_a_shorter_last_group_has_its_own_scale() -> None:
@@ -75,6 +85,7 @@ def test_rows_that_cannot_share_a_product_do_not_join() -> None:
     first = random_packed(4, 64, 32)
     others = (
         random_packed(4, 64, 64),
+        random_packed(4, 64, 32, bits=8),
         random_packed(4, 128, 32),
         random_packed(4, 64, 32, kind="minima"),
         random_packed(4, 64, 32, is_permuted=True),
@@ -106,6 +117,8 @@ def test_a_scale_or_minimum_that_is_no_number_is_seen() -> None:
         {"scales": torch.ones(4, 2).double()},
         {"zeros": torch.ones(3, 2, dtype=torch.uint8)},
         {"group_size": 0},
+        {"bits": 5},
+        {"bits": 8},
         {"group_size": 65},
         {"g_idx": torch.zeros(63, dtype=torch.int32)},
         {"zeros": torch.ones(4, 2, dtype=torch.uint8), "minima": torch.ones(4, 2).half()},
