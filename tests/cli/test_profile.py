@@ -200,6 +200,69 @@ def test_rates_given_by_hand_plan_without_running_and_are_not_stored(call, model
     assert not (cache / "profiles").exists()
 
 
+@pytest.fixture
+def shapes(tmp_path: Path) -> tuple[Path, Path]:
+    """Two files of shapes, of a target and of an intermediate."""
+    files = tmp_path / "wide.json", tmp_path / "narrow.json"
+    for file, layers in zip(files, (2, 1), strict=True):
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": layers}
+        file.write_text(json.dumps(tiny_config(**sizes)))
+    return files
+
+
+def test_a_study_plans_every_pipeline_for_shapes_without_weights(call, shapes, cache, monkeypatch) -> None:
+    monkeypatch.setitem(profile_run.ANSWER, "cpu", 8)
+    given = ("sequence=0.9,0.8", "eagle2=0.7", "inner=0.75,0.6", "lookup=0.1")
+    rates = [text for each in given for text in ("--acceptance", each)]
+    study = ("--random-weights", "--intermediate", shapes[1], *rates, "--compare-fp16")
+    done = call("profile", shapes[0], *study, *QUICK, "--json")
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    assert record["random_weights"]
+    assert record["plan"]["not_considered"] == {}
+    assert set(record["costs"]["models"]) == {"target", "intermediate", "target_unquantized"}
+    assert record["memory_bytes"]["target"] > record["memory_bytes"]["intermediate"] > 0
+    assert record["measured"] == []
+    trees = [c["settings"] for c in record["plan"]["candidates"] if c["pipeline"] == "eagle2"]
+    assert {t["drafter.depth"] for t in trees} == {2, 3, 5}  # the tree the rates are for, and shallower ones
+    assert {t["drafter.nodes"] for t in trees} == {30}
+    assert "not stored: weights are random" in done.err
+    assert not (cache / "profiles").exists()
+
+
+def test_a_study_plans_only_what_it_was_given_an_acceptance_for(call, shapes, monkeypatch) -> None:
+    monkeypatch.setitem(profile_run.ANSWER, "cpu", 8)
+    done = call("profile", shapes[0], "--random-weights", "--acceptance", "eagle2=0.7", *QUICK)
+    assert done.code == 0, done.err
+    assert "random weights: the times are measured, acceptance is as given" in done.out
+    assert "lookup        needs the acceptance of random weights by hand (--acceptance lookup=P)" in done.out
+    assert "sequence      needs an intermediate model" in done.out
+
+
+def test_a_study_that_does_not_fit_is_exit_7_before_anything_is_made(call, monkeypatch) -> None:
+    monkeypatch.setattr("specq.profile.study.free_bytes", lambda device: 10**9)
+    done = call("profile", "70b", "--random-weights", "--intermediate", "8b", *QUICK)
+    assert done.code == 7
+    assert "are needed" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "`--random-weights` needs a shape"),
+        (("9b",), "`9b` is no shape for random weights"),
+        (("8b", "--prompts", "x.txt"), "`--prompts` does not go with `--random-weights`"),
+        (("8b", "--drafter", "x"), "`--drafter` does not go with `--random-weights`"),
+        (("8b", "--save", "x.yaml"), "`--save` does not go with `--random-weights`"),
+        (("8b", "--acceptance", "inner=0.5"), "`--acceptance inner=...` is that of an intermediate model"),
+    ],
+)
+def test_a_study_that_makes_no_sense_is_refused(call, arguments, message) -> None:
+    done = call("profile", *arguments, "--random-weights")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {message}")
+
+
 def test_an_interrupt_keeps_what_was_measured_where_auto_does_not_look(call, model, quick, cache, monkeypatch) -> None:
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt

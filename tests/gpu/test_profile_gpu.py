@@ -9,7 +9,8 @@ import torch
 from factories import tiny_config, write_model
 
 from specq.profile.result import save
-from specq.profile.run import Request, profile
+from specq.profile.run import profile
+from specq.profile.subject import Request
 from specq.recipe import Recipe
 from specq.spec.load import load_pipeline
 

@@ -22,11 +22,12 @@ from step_cases import (
     run_forwards,
 )
 
-from specq.bench.step_times import llama_config, random_model, weight_bytes
+from specq.bench.step_times import weight_bytes
 from specq.checkpoint import ModelSpec
 from specq.errors import UnsupportedError, UsageError
 from specq.models.device_step import BUCKETS, DeviceStep, padded_count
 from specq.models.loader import build_model
+from specq.models.random_weights import llama_config, random_model
 from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
 from specq.quant.linear import DenseLinear
 from specq.spec.tree import DraftTree, chain

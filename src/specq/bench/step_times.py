@@ -9,32 +9,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from specq.checkpoint import ModelSpec
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM
-from specq.models.inventory import expected_tensors
-from specq.models.loader import build_model
+from specq.models.random_weights import GROUP, SHAPES, llama_config, random_model
 from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
-from specq.quant.packed import PackedWeight
 from specq.spec.tree import MAX_NODES, chain
 from specq_kernels.launch import device_name
 from specq_kernels.timing import copy_bandwidth, require_cuda
 
-GROUP = 128
 NODES = (1, 4, 8, 10, 16, 30, 32, 60)
 CONTEXTS = (1024, 8192)
 STEPS, RUNS = 20, 7
-SHAPES: Mapping[str, Mapping[str, int]] = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-}
-"""Llama 3's; 8 key-value heads and 128256 ids in both."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,27 +67,6 @@ def step_ms(model: CausalLM, cache: KVCache, nodes: int) -> float:
     return statistics.median(times[1:])  # the first run compiles and captures
 
 
-def llama_config(**sizes: int) -> dict[str, Any]:
-    """A config.json of a 4-bit Llama 3 of these sizes."""
-    return {
-        "model_type": "llama",
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
-        **sizes,
-    }
-
-
-def random_model(config: Mapping[str, Any], *, device: str, dtype: str) -> CausalLM:
-    """A model of this config whose layers are random 4-bit matrices, all made on `device`."""
-    spec = ModelSpec.from_config(config)
-    return build_model(spec, RandomWeights(spec, torch.device(device)), device=device, dtype=dtype)
-
-
 def weight_bytes(model: CausalLM) -> int:
     """Bytes of the matrices one step reads."""
     total = 0
@@ -108,40 +76,6 @@ def weight_bytes(model: CausalLM) -> int:
         elif isinstance(module, DenseKernelLinear):
             total += module.weight.nbytes
     return total
-
-
-class RandomWeights:
-    """A weight source of random tensors, drawn anew at every call: products 4-bit, the rest dense."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        self._shapes, self._device = expected_tensors(spec), device
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def tensor(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.float16, device=self._device)
-        return torch.randn(shape, dtype=torch.float16, device=self._device) * shape[1] ** -0.5
-
-    def linear(self, prefix: str) -> Tensor | PackedWeight:
-        if not self.is_packed(prefix):
-            return self.tensor(f"{prefix}.weight")
-        rows, columns = self._shapes[f"{prefix}.weight"]
-        codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int32, device=self._device)
-        # codes around 8 have a deviation of 4.6
-        scales = torch.full((rows, -(-columns // GROUP)), columns**-0.5 / 4.6, dtype=torch.float16, device=self._device)
-        return PackedWeight(codes, scales, group_size=min(GROUP, columns))
-
-    def is_packed(self, prefix: str) -> bool:
-        return prefix.endswith("_proj")
-
-    def bytes(self) -> int:
-        return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from specq.errors import SpecqError, UsageError
 
 if TYPE_CHECKING:
     from specq.profile.result import Profile
-    from specq.profile.run import Request
+    from specq.profile.subject import Request
+    from specq.recipe import Recipe
 
 MEASUREMENT, RESULT = "Measurement", "Result"
 
@@ -62,6 +63,15 @@ def profile(
         bool,
         _flag("--compare-fp16", panel=MEASUREMENT, help="Time the target without 4-bit matrices too, where it fits."),
     ] = False,
+    random_weights: Annotated[
+        bool,
+        _flag(
+            "--random-weights",
+            panel=MEASUREMENT,
+            help="A planning study: MODEL and --intermediate are shapes (8b, 70b, a config.json), their 4-bit weights "
+            "made up on the device; --acceptance says what would be accepted.",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         _flag("--plot", metavar="FILE", panel=RESULT, help="Draw curves and ranking: .png, .svg or .html."),
@@ -80,19 +90,21 @@ def profile(
     these models on this device, and chat, run and bench use it for --pipeline auto.
     """
     with Console(quiet=output.quiet).working() as console:
+        if random_weights:
+            _check_study(model, pipeline, prompts=prompts, save=save)
         if save is not None and save.suffix not in (".yaml", ".yml"):
             raise UsageError(f"--save `{save}` is no recipe's name", hint="end it in .yaml")
         from specq.profile.acceptance import parse_by_hand
         from specq.profile.plot import check_plot, write_plot
         from specq.profile.prompts import read_prompts
         from specq.profile.report import recipe_text
-        from specq.profile.run import Request
+        from specq.profile.subject import Request
         from specq.recipe import resolve
 
         if plot is not None:
             check_plot(plot)
         request = Request(
-            recipe=resolve(model, overrides=pipeline.overrides()),
+            recipe=_shapes(model, pipeline) if random_weights else resolve(model, overrides=pipeline.overrides()),
             prompts=read_prompts(prompts),
             device=pipeline.device,
             dtype=pipeline.dtype.value,
@@ -101,6 +113,7 @@ def profile(
             seconds=seconds,
             by_hand=parse_by_hand(acceptance or []),
             compare_fp16=compare_fp16,
+            is_random=random_weights,
         )
         found = _measure(request, console)
         if plot is not None:
@@ -115,6 +128,31 @@ def profile(
             _show(found, console)
 
 
+def _check_study(model: str | None, pipeline: PipelineOptions, *, prompts: Path | None, save: Path | None) -> None:
+    """Raise UsageError for what random weights have no use for."""
+    if model is None:
+        raise UsageError(
+            "`--random-weights` needs a shape",
+            hint="for example specq profile 70b --intermediate 8b --random-weights --acceptance sequence=0.8",
+        )
+    for flag, value, why in (
+        ("--prompts", prompts, "random weights accept nothing by sense: give --acceptance"),
+        ("--drafter", pipeline.drafter, "heads are made up where --acceptance has eagle2 or inner"),
+        ("--save", save, "there is no model that a recipe could name"),
+    ):
+        if value is not None:
+            raise UsageError(f"`{flag}` does not go with `--random-weights`", hint=why)
+
+
+def _shapes(model: str | None, pipeline: PipelineOptions) -> Recipe:
+    """The recipe whose models are shapes; a .yaml file may name them too."""
+    from specq.recipe import build_recipe, load_recipe
+
+    if model is not None and model.endswith((".yaml", ".yml")):
+        return load_recipe(model, overrides=pipeline.overrides())
+    return build_recipe({"target": model}, overrides=pipeline.overrides(), origin=str(model))
+
+
 def _measure(request: Request, console: Console) -> Profile:
     """The profile, stored; of an interrupted one what is there is kept and said so."""
     from specq.profile import run
@@ -126,13 +164,13 @@ def _measure(request: Request, console: Console) -> Profile:
         found = run.profile(request, on_progress=progress, on_start=begun.append)
     except KeyboardInterrupt:
         progress.clear()
-        if begun and begun[0].costs is not None:
+        if begun and begun[0].costs is not None and not request.is_random:
             console.note(f"interrupted: what was measured is in {save(begun[0])}, and `auto` does not use it")
         raise
     finally:
         progress.clear()
-    if request.by_hand:
-        console.note("not stored: acceptance was given by hand")
+    if request.is_random or request.by_hand:
+        console.note(f"not stored: {'weights are random' if request.is_random else 'acceptance was given by hand'}")
     else:
         console.note(f"stored in {save(found)}")
     return found
@@ -147,6 +185,8 @@ def _show(found: Profile, console: Console) -> None:
     )
     threads = f", {environment['threads']} threads" if environment.get("threads") else ""
     console.line(f"{environment['device']}{threads}, {versions}")
+    if found.is_random:
+        console.line("random weights: the times are measured, acceptance is as given")
     for title, rows in sections(found):
         console.line(f"\n{title}\n{table(rows, indent='  ')}")
     console.line()

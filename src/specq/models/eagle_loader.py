@@ -6,9 +6,10 @@ decided by presence, the rest is checked against the target before any weight is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,16 @@ from specq.checkpoint import ModelSpec, QuantSpec, RopeSpec, read_config
 from specq.errors import UnsupportedError
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead, HeadSpec
+from specq.models.eagle_writer import stored_head_bits
 from specq.models.layers import DecoderLayer, SideBySide
-from specq.models.loader import fuse_rows
+from specq.models.loader import INT4_HIDDEN, fuse_rows, runs_kernels
 from specq.models.rope import RopeTable
-from specq.quant.linear import make_linear
+from specq.quant.draft_head import has_int8_product, make_draft_head
+from specq.quant.linear import int4_group, make_linear
+from specq.quant.packed import PackedWeight
 from specq.tensors import FolderWeights
+
+log = logging.getLogger("specq")
 
 FORMS_HINT = "specq reads EAGLE-1, EAGLE-2 and EAGLE-3 heads as their authors publish them"
 RENAMED = (("model.", ""), ("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))
@@ -41,24 +47,50 @@ EAGLE3_NORMS = {
 }
 
 
-def load_head(folder: Path, target: CausalLM) -> EagleHead:
+def load_head(folder: Path, target: CausalLM, *, head_bits: int | None = None) -> EagleHead:
     """The head in a local folder, for this target, in the target's dtype and on its device.
 
+    `head_bits` are those of the output head it drafts with, by default what the folder's manifest says, else 16.
     Raises UnsupportedError, before weights are loaded, when it does not fit the target or is not of a known form.
     """
     files = HeadFiles(folder)
     files.check_fit(target.spec)
-    return build_head(files, target)
+    return build_head(files, target, head_bits=head_bits)
+
+
+class HeadSource(Protocol):
+    """Where the tensors of a head come from; see tensors.FolderWeights."""
+
+    def names(self) -> frozenset[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def integers(self, name: str) -> Tensor: ...
+
+    def linear(self, prefix: str) -> Tensor | PackedWeight: ...
 
 
 class HeadFiles:
     """The tensors of a head's folder under one set of names, its config, and what follows from both."""
 
     def __init__(self, folder: Path) -> None:
-        self.config: dict[str, Any] = read_config(folder)
-        quantization = self.config.get("quantization_config")
-        self._source = FolderWeights(folder, QuantSpec.from_config(quantization) if quantization else None)
-        self._names = {_plain_name(name): name for name in self._source.names()}
+        config = read_config(folder)
+        quantization = config.get("quantization_config")
+        self._read(config, FolderWeights(folder, QuantSpec.from_config(quantization) if quantization else None))
+        self.head_bits = stored_head_bits(folder)
+
+    @classmethod
+    def from_source(cls, config: dict[str, Any], source: HeadSource) -> HeadFiles:
+        """A head whose tensors do not lie in a folder."""
+        files = cls.__new__(cls)
+        files._read(config, source)
+        return files
+
+    def _read(self, config: dict[str, Any], source: HeadSource) -> None:
+        self.config, self._source, self.head_bits = config, source, 16
+        self._names = {_plain_name(name): name for name in source.names()}
         self.is_eagle3 = EAGLE3_NORMS["feature"] in self._names
         self._refuse_unknown()
         self.hidden, self.fc_inputs = self.shape("fc.weight")
@@ -215,8 +247,8 @@ class HeadFiles:
             )
 
 
-def build_head(files: HeadFiles, target: CausalLM) -> EagleHead:
-    """The head of these files, which were found to fit the target."""
+def build_head(files: HeadFiles, target: CausalLM, *, head_bits: int | None = None) -> EagleHead:
+    """The head of these files, which were found to fit the target; `head_bits` as in `load_head`."""
     spec = files.spec(target.spec.layers)
 
     def vector(name: str) -> Tensor:
@@ -230,11 +262,10 @@ def build_head(files: HeadFiles, target: CausalLM) -> EagleHead:
     def product(*prefixes: str) -> nn.Module:
         weights, bias = [files.linear(prefix) for prefix in prefixes], bias_of(prefixes)
         fused = fuse_rows(weights)
-        place: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
         if fused is not None:
-            return make_linear(fused, bias, **place)
+            return head_linear(fused, bias, target)
         biases = bias.split([w.shape[0] for w in weights]) if bias is not None else [None] * len(weights)
-        return SideBySide([make_linear(w, b, **place) for w, b in zip(weights, biases, strict=True)])
+        return SideBySide([head_linear(w, b, target) for w, b in zip(weights, biases, strict=True)])
 
     target_ids = None
     if files.has("d2t"):
@@ -256,7 +287,7 @@ def build_head(files: HeadFiles, target: CausalLM) -> EagleHead:
         rope=RopeTable(files.rope, spec.head_dim, dtype=target.dtype, device=target.device),
         embedding=_own_embedding(files, target),
         norms={key: vector(name) for key, name in EAGLE3_NORMS.items()} if files.is_eagle3 else None,
-        output=_output(files, target, target_ids),
+        output=_output(files, target, target_ids, files.head_bits if head_bits is None else head_bits),
         target_ids=target_ids,
     )
 
@@ -272,14 +303,37 @@ def _own_embedding(files: HeadFiles, target: CausalLM) -> Tensor | None:
     return own.to(target.device, target.dtype)
 
 
-def _output(files: HeadFiles, target: CausalLM, target_ids: Tensor | None) -> nn.Module | None:
-    """The head's own output product; None where the target's serves."""
+def head_linear(weight: Tensor | PackedWeight, bias: Tensor | None, target: CausalLM) -> nn.Module:
+    """The product of one of a head's matrices, packed ones as the target's would be on its device."""
     place: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
-    if files.has(OUTPUT):
-        return make_linear(files.linear("lm_head"), None, **place)
-    if target_ids is None:
+    if isinstance(weight, Tensor):
+        return make_linear(weight, bias, **place)
+    if runs_kernels(target.dtype, str(target.device)):
+        from specq.quant.kernel_linear import make_kernel_linear
+
+        return make_kernel_linear(weight, bias, **place)
+    is_narrow = target.spec.hidden < INT4_HIDDEN or target.dtype == torch.float64
+    stays_packed = target.device.type == "cpu" and not is_narrow and int4_group(weight) is not None
+    return make_linear(weight, bias, product="int4" if stays_packed else None, **place)
+
+
+def _output(files: HeadFiles, target: CausalLM, target_ids: Tensor | None, bits: int) -> nn.Module | None:
+    """The output product that drafts, in 4 or 8 `bits` a copy of its own; None where the target's serves."""
+    if bits == 8 and not has_int8_product(target.device):
+        log.warning(f"a draft head of 8 bits has no product on `{target.device.type}` yet: it stays in 16")
+        bits = 16
+    own = files.linear("lm_head") if files.has(OUTPUT) else None
+    if bits == 16 and own is not None:
+        return head_linear(own, None, target)
+    if bits == 16 and target_ids is None:
         return None
-    return make_linear(target.head_rows(target_ids), None, **place)
+    if own is None:
+        weight = target.head_rows(target_ids)
+    else:
+        weight = own if isinstance(own, Tensor) else own.dequantize()
+    if bits == 16:
+        return head_linear(weight, None, target)
+    return make_draft_head(weight.to(target.device), bits=bits, device=target.device, dtype=target.dtype)
 
 
 def _plain_name(name: str) -> str:

@@ -166,7 +166,9 @@ def _trees(
     by_hand: Rates | None, recipe_tree: Tree, seen: Mapping[int, list[TreeRound]], trees: Sequence[Tree]
 ) -> dict[Tree, Rates]:
     if by_hand is not None:
-        return {recipe_tree: by_hand}
+        # A shallower tree of as many nodes has more of them on every level, so these chances are not too high for it.
+        shallower = [t for t in trees if t[::2] == recipe_tree[::2] and t.depth < recipe_tree.depth]
+        return dict.fromkeys([*shallower, recipe_tree], by_hand)
     found: dict[Tree, Rates] = {}
     for top_k, rounds in seen.items():
         if rounds:

@@ -28,8 +28,8 @@ def sections(profile: Profile) -> list[Section]:
     if profile.splits:
         found.append(("where a step's time goes", _split_rows(profile.splits)))
     if rates := _acceptance_rows(profile):
-        on = f"{profile.num_prompts} prompt{'s' if profile.num_prompts != 1 else ''}"
-        found.append((f"acceptance on {on}, by position or depth", rates))
+        on = f"on {profile.num_prompts} prompt{'s' if profile.num_prompts != 1 else ''}"
+        found.append((f"acceptance {'as given' if profile.is_random else on}, by position or depth", rates))
     if profile.plan is not None:
         found.append((f"predicted at {profile.plan.context} tokens of context", ranking_rows(profile.plan)))
         if profile.plan.refused:

@@ -40,6 +40,8 @@ class Profile:
     splits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     by_hand: tuple[str, ...] = ()
+    is_random: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -66,7 +68,9 @@ class Profile:
             "is_complete": self.is_complete,
             "key": self.key.record(),
             "recipe": self.recipe.model_dump(exclude_unset=True),
+            "random_weights": self.is_random,
             "environment": self.environment,
+            "sampling": self.sampling,
             "measured_at": self.measured_at,
             "seconds": self.seconds,
             "memory_bytes": dict(self.memory),

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import datetime, timezone
 
 import torch
 
 from specq.errors import NotEnoughMemoryError, UsageError
 from specq.models.memory import free_bytes
-from specq.profile.acceptance import Rates
 from specq.profile.cost import Tree
-from specq.profile.dense import load_dense
 from specq.profile.measure import AnyKey, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models
 from specq.profile.observe import Observation, Setting, observe, remeasure
 from specq.profile.plan import Plan, Verdict, levels, plan, settle
 from specq.profile.predict import LONGEST_SEQUENCE, LOOKUP_LENGTHS, Candidate
 from specq.profile.result import Profile
 from specq.profile.split import split_steps
+from specq.profile.study import make_subject
+from specq.profile.subject import Request, Subject, load_subject
 from specq.profile.timing import Samples, device_state, stability_notes
-from specq.recipe import Recipe, Sampling
-from specq.spec.decision import Decision, ProfileKey, with_settings
+from specq.spec.decision import Decision
 from specq.spec.drafters import PromptLookup
-from specq.spec.load import load_pipeline
 from specq.spec.pipelines import Parts, Seat
-from specq.spec.session import Pipeline
 from specq.spec.tree import MAX_NODES
 
 UNQUANTIZED = "target_unquantized"
@@ -34,24 +30,8 @@ SECONDS = {"cpu": 60.0, "cuda": 90.0}
 ANSWER = {"cpu": 32, "cuda": 128}
 """Defaults by kind of device: repetitions of every step, seconds in all, tokens of a calibration answer."""
 
-SEED = 0
 BEST = 2
 """Pipelines that are measured again beside plain decoding."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to profile, where, and for how long. `by_hand` are acceptance rates that are not measured then."""
-
-    recipe: Recipe
-    prompts: Sequence[str]
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    offline: bool | None = None
-    seconds: float | None = None
-    by_hand: Mapping[str, Rates] = field(default_factory=dict)
-    compare_fp16: bool = False
 
 
 def profile(
@@ -65,23 +45,8 @@ def profile(
 
     Raises a SpecqError of the fitting kind before weights are read when models do not fit each other or the device.
     """
-    pipeline = _load(request, on_progress)
-    return _Run(request, pipeline, on_progress, on_start).run()
-
-
-def _load(request: Request, on_progress: Callable[[str], None]) -> Pipeline:
-    """The models, with room for the largest tree that is tried; `auto` would only look for the profile made here."""
-    drafter, wanted = request.recipe.drafter, request.recipe.pipeline.name
-    largest = (("drafter.depth", max(8, drafter.depth)), ("drafter.top_k", max(10, drafter.top_k)))
-    return load_pipeline(
-        with_settings(request.recipe, largest),
-        pipeline="hierarchical" if wanted == "hierarchical" else "plain",
-        device=request.device,
-        dtype=request.dtype,
-        threads=request.threads,
-        offline=request.offline,
-        on_progress=on_progress,
-    )
+    load = make_subject if request.is_random else load_subject
+    return _Run(request, load(request, on_progress), on_progress, on_start).run()
 
 
 class _Run:
@@ -90,12 +55,12 @@ class _Run:
     def __init__(
         self,
         request: Request,
-        pipeline: Pipeline,
+        subject: Subject,
         say: Callable[[str], None],
         on_start: Callable[[Profile], None],
     ) -> None:
-        self.request, self.pipeline, self.parts, self.say = request, pipeline, pipeline.parts, say
-        self.device = pipeline.target.device
+        self.request, self.subject, self.parts, self.say = request, subject, subject.parts, say
+        self.device = subject.device
         kind = self.device.type
         self.seconds = SECONDS[kind] if request.seconds is None else request.seconds
         self.samples: Samples[AnyKey] = Samples()
@@ -103,27 +68,29 @@ class _Run:
         recipe = request.recipe
         self.recipe_tree = Tree(recipe.drafter.nodes, recipe.drafter.depth, recipe.drafter.top_k)
         asked = {"nodes", "depth", "top_k"} & recipe.drafter.model_fields_set or request.by_hand
-        self.grid = Grid.of(self.device, context=pipeline.context, tree=self.recipe_tree if asked else None)
+        self.grid = Grid.of(self.device, context=subject.context, tree=self.recipe_tree if asked else None)
         self.setting = Setting(
             parts=self.parts,
             recipe=recipe,
-            sampler=pipeline.sampler(Sampling(seed=SEED)),
-            stop_ids=pipeline.tokenizer.eos_ids,
-            context=pipeline.context,
+            sampler=subject.sampler,
+            stop_ids=subject.stop_ids,
+            context=subject.context,
             max_new_tokens=ANSWER[kind],
         )
         self.prompts = self._fitting_prompts()
         tokens = [token for prompt in self.prompts for token in prompt]
         self.text = [tokens[i % len(tokens)] for i in range(self.grid.contexts[-1] + MAX_NODES)]
         self.profile = Profile(
-            key=ProfileKey.here(pipeline.folders, device=str(self.device), dtype=request.dtype),
+            key=subject.key,
             recipe=recipe,
-            environment=pipeline.environment(),
+            environment=subject.environment,
             device=str(self.device),
             seconds=self.seconds,
             measured_at=datetime.now(timezone.utc).isoformat(" ", "minutes"),
             memory=memory_of(self.parts),
             by_hand=tuple(request.by_hand),
+            is_random=request.is_random,
+            sampling=subject.sampling,
         )
         on_start(self.profile)
 
@@ -164,7 +131,7 @@ class _Run:
         tasks = [
             task
             for task in self._tasks()
-            if task[1] not in self.request.by_hand and self.pipeline.available[task[0].pipeline] is None
+            if task[1] not in self.request.by_hand and self.subject.available[task[0].pipeline] is None
         ]
         observe(self.setting, self.prompts, tasks, self.seen, seconds=0.35 * self.seconds, on_run=self.say)
 
@@ -200,7 +167,7 @@ class _Run:
             self.profile.costs,
             self.profile.acceptance,
             context=context,
-            missing=self.pipeline.available,
+            missing=self.subject.available,
             memory=self.profile.memory,
             available_bytes=None if free is None else free + sum(self.profile.memory.values()),
         )
@@ -247,10 +214,9 @@ class _Run:
     def _compare_fp16(self) -> None:
         """Time the target without 4-bit matrices, as sequence and tree at the shortest context."""
         context = self.grid.contexts[0]
-        dtype = str(self.pipeline.target.dtype).removeprefix("torch.")
         self.say("loading the target unquantized")
         try:
-            model = load_dense(self.pipeline.folders["target"], device=str(self.device), dtype=dtype, context=context)
+            model = self.subject.load_dense(context)
         except NotEnoughMemoryError as error:
             self.profile.notes.append(f"the unquantized target is not compared: {error.message}")
             return
@@ -273,11 +239,11 @@ class _Run:
         self.profile.costs = self.profile.costs.with_steps(UNQUANTIZED, dense)
 
     def _fitting_prompts(self) -> list[list[int]]:
-        room = self.pipeline.context - self.setting.max_new_tokens
-        found = [ids for text in self.request.prompts if len(ids := self.pipeline.encode(text)) < room]
+        room = self.subject.context - self.setting.max_new_tokens
+        found = self.subject.encode(room) if room > 0 else []
         if not found:
             raise UsageError(
-                f"no calibration prompt fits a context of {self.pipeline.context} tokens beside an answer of "
+                f"no calibration prompt fits a context of {self.subject.context} tokens beside an answer of "
                 f"{self.setting.max_new_tokens}",
                 hint="give a larger --context, or shorter prompts with --prompts FILE",
             )

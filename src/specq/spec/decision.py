@@ -87,12 +87,14 @@ class ProfileKey:
     @classmethod
     def here(cls, models: Mapping[str, Path], *, device: str, dtype: str) -> ProfileKey:
         """The key of these model folders (by role) on this device now."""
+        return cls.of({role: model_digest(path) for role, path in models.items()}, device=device, dtype=dtype)
+
+    @classmethod
+    def of(cls, digests: Mapping[str, str], *, device: str, dtype: str) -> ProfileKey:
+        """The key of models with these digests (by role) on this device now."""
         found = describe_environment(device)
         environment = {name: found[name] for name in ("device", "driver", "torch", "triton", "specq")}
-        return cls(
-            tuple(sorted((role, model_digest(path)) for role, path in models.items())),
-            tuple(sorted((environment | {"dtype": dtype}).items())),
-        )
+        return cls(tuple(sorted(digests.items())), tuple(sorted((environment | {"dtype": dtype}).items())))
 
     @property
     def path(self) -> Path:

@@ -1,0 +1,129 @@
+"""Planning studies: models of a given shape with random weights, made on the device. Times are real, and nothing else.
+
+What such models accept means nothing, so it is given by hand; pipelines without it are not planned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specq.checkpoint import ModelSpec
+from specq.environment import describe_environment
+from specq.errors import UsageError
+from specq.models.causal_lm import CausalLM
+from specq.models.inventory import expected_tensors
+from specq.models.loader import choose_dtype, keeps_4_bits, runs_kernels
+from specq.models.memory import MemoryEstimate, estimate_bytes, free_bytes, require_memory
+from specq.models.random_weights import RandomWeights, random_head, random_model, shape_config
+from specq.profile.acceptance import Rates
+from specq.profile.subject import LARGEST, SEED, Request, Subject
+from specq.spec.decision import ProfileKey
+from specq.spec.load import choose_context, choose_device, set_threads
+from specq.spec.pipelines import PIPELINES, HeadSeat, Parts, Seat
+from specq.spec.sampling import Sampler
+from specq.spec.tree import MAX_NODES
+
+PROMPTS = 2
+PROMPT_TOKENS = {"cpu": 64, "cuda": 1024}
+"""Random prompts that plain decoding runs on, and their length by kind of device; they set the context planned for."""
+
+GIVEN_FOR = {
+    "lookup": ("lookup",),
+    "sequence": ("sequence",),
+    "eagle2": ("eagle2",),
+    "hierarchical": ("sequence", "inner"),
+}
+"""The acceptance each pipeline is planned with."""
+
+
+def make_subject(request: Request, say: Callable[[str], None]) -> Subject:
+    """Models of the shapes the recipe names, made on the device, and heads for those whose trees have an acceptance.
+
+    Raises UsageError for a name that is no shape, NotEnoughMemoryError before anything is made.
+    """
+    recipe, given = request.recipe, request.by_hand
+    device = choose_device(request.device)
+    kind = torch.device(device).type
+    shapes = {"target": recipe.target.model}
+    if recipe.intermediate is not None:
+        shapes["intermediate"] = recipe.intermediate.model
+    elif lacking := sorted(given.keys() & {"sequence", "inner"}):
+        raise UsageError(
+            f"`--acceptance {lacking[0]}=...` is that of an intermediate model, and there is none",
+            hint="add --intermediate with its shape, for example --intermediate 8b",
+        )
+    configs = {role: shape_config(name) for role, name in shapes.items()}
+    specs = {role: ModelSpec.from_config(config) for role, config in configs.items()}
+    limit = choose_context(specs["target"], recipe.context)
+    contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
+    headed = {role for role, name in (("target", "eagle2"), ("intermediate", "inner")) if name in given}
+    estimates = [
+        _estimate(spec, device, request.dtype, contexts[role], has_head=role in headed) for role, spec in specs.items()
+    ]
+    require_memory(estimates, limit, device=device, free=free_bytes(device))
+    scratch = (max(LARGEST.depth, recipe.drafter.depth) - 1) * max(LARGEST.top_k, recipe.drafter.top_k)
+    seats: dict[str, Any] = {}
+    for role, config in configs.items():
+        say(f"making random weights of {shapes[role]}")
+        model, slots = random_model(config, device=device, dtype=request.dtype), contexts[role] + MAX_NODES
+        seats[role] = Seat(model, model.new_cache(slots, features="final" if role in headed else None))
+        if role in headed:
+            head = random_head(model)
+            seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + scratch))
+    parts = Parts(**seats)
+    if device == "cpu":
+        set_threads(parts.target.model, request.threads)
+    names = {f"{name} (random weights)": None for name in shapes.values()}
+    digests = {
+        role: hashlib.sha256(json.dumps([config, "random"]).encode()).hexdigest() for role, config in configs.items()
+    }
+    return Subject(
+        parts=parts,
+        sampler=Sampler(seed=SEED, vocab=specs["target"].vocab),
+        stop_ids=frozenset(),
+        context=limit,
+        encode=lambda room: _prompts(specs["target"].vocab, min(PROMPT_TOKENS[kind], room - 1)),
+        available={name: each.missing(parts) or _not_given(name, given) for name, each in PIPELINES.items()},
+        key=ProfileKey.of(digests, device=device, dtype=request.dtype),
+        environment=describe_environment(device) | {"models": names},
+        load_dense=lambda context: _dense(configs["target"], device=device, dtype=request.dtype, context=context),
+    )
+
+
+def _estimate(spec: ModelSpec, device: str, dtype: str, context: int, *, has_head: bool) -> MemoryEstimate:
+    kind = choose_dtype(dtype, spec, device)
+    packed = frozenset[str]()
+    if spec.quantization is not None and (keeps_4_bits(spec, dtype=dtype, device=device) or runs_kernels(kind, device)):
+        source = RandomWeights(spec, torch.device(device))
+        packed = frozenset(n for n in expected_tensors(spec) if source.is_packed(n.removesuffix(".weight")))
+    found = estimate_bytes(spec, dtype=kind, context=context, packed=packed)
+    if not has_head:
+        return found
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    numbers = spec.hidden * (2 * spec.hidden + 2 * q + 2 * kv + 3 * spec.intermediate)
+    return replace(found, weights=found.weights + numbers * kind.itemsize)
+
+
+def _dense(config: dict[str, Any], *, device: str, dtype: str, context: int) -> CausalLM:
+    """The target's shape in 16 bits. Raises NotEnoughMemoryError before weights are made."""
+    plain = config | {"quantization_config": None}
+    needed = _estimate(ModelSpec.from_config(plain), device, dtype, context, has_head=False)
+    require_memory([needed], context, device=device, free=free_bytes(device))
+    return random_model(plain, device=device, dtype=dtype)
+
+
+def _prompts(vocab: int, tokens: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(vocab, (PROMPTS, max(tokens, 1)), generator=generator).tolist()
+
+
+def _not_given(pipeline: str, given: Mapping[str, Rates]) -> str | None:
+    """The reason why a pipeline cannot be planned without measuring: random weights accept nothing by sense."""
+    lacking = [name for name in GIVEN_FOR.get(pipeline, ()) if name not in given]
+    return f"needs the acceptance of random weights by hand (--acceptance {lacking[0]}=P)" if lacking else None
