@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel
+from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel, wide
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definitions only
 
 
 def append_rotary(
@@ -79,13 +79,13 @@ def append_rotary_ref(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The definition, in float32."""
+    """The definition, in float32 (float64 for a float64 qkv)."""
     kv_heads, _, head_dim = k.shape
     x = qkv.unflatten(1, (-1, head_dim))
     heads = x.shape[1] - 2 * kv_heads
-    turned = x[:, : heads + kv_heads].float()
+    turned = wide(x[:, : heads + kv_heads])
     if q_norm is not None and k_norm is not None:
-        norms = torch.cat([q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)]).float()
+        norms = wide(torch.cat([q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)]))
         turned = turned * torch.rsqrt(turned.square().mean(-1, keepdim=True) + eps) * norms
     a, b = turned.chunk(2, dim=-1)
     c, s = (table[positions.long()][:, None] for table in (cos, sin))
@@ -126,6 +126,30 @@ def compact_ref(k: Tensor, v: Tensor, path: Tensor, count: Tensor, length: Tenso
     start, n = int(length), int(count)
     for cache in (k, v):
         cache[:, :, start : start + n] = cache[:, :, start + path[:n].long()]
+
+
+def compact_rows(x: Tensor, path: Tensor, count: Tensor, length: Tensor) -> None:
+    """Move row length + path[i] of x [max_len, columns] to row length + i for i < count; as `compact`."""
+    check_tensor("x", x, shape=(None, None), dtype=FLOATS)
+    check_tensor("path", path, shape=(None,), dtype=torch.int32, device=x.device)
+    for name, scalar in (("count", count), ("length", length)):
+        check_tensor(name, scalar, shape=(1,), dtype=torch.int32, device=x.device)
+    if not 1 <= path.shape[0] <= MAX_ROWS:
+        raise ValueError(f"path: {path.shape[0]} entries, the kernel takes 1 to {MAX_ROWS}")
+    if not runs_kernel(x):
+        compact_rows_ref(x, path, count, length)
+        return
+    early = has_dependent_launch(x)
+    options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
+    _compact_rows_kernel[(triton.cdiv(x.shape[1], 128),)](
+        x, path, count, length, x.shape[1], BLOCK_P=triton.next_power_of_2(path.shape[0]), EARLY=early, **options
+    )
+
+
+def compact_rows_ref(x: Tensor, path: Tensor, count: Tensor, length: Tensor) -> None:
+    """The definition."""
+    start, n = int(length), int(count)
+    x[start : start + n] = x[start + path[:n].long()]
 
 
 @triton.jit
@@ -186,7 +210,8 @@ def _compact_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     is_kept = offs_p < tl.load(count_ptr)
     node = tl.load(path_ptr + offs_p, mask=is_kept, other=0)
-    mask = is_kept[:, None] & (offs_d < HEAD_DIM)[None, :]
+    is_moved = tl.sum(tl.where(is_kept & (node != offs_p), 1, 0), 0) > 0
+    mask = is_kept[:, None] & (offs_d < HEAD_DIM)[None, :] & is_moved
     base = tl.program_id(0).to(tl.int64) * max_len + length
     source = (base + node)[:, None] * HEAD_DIM + offs_d[None, :]
     target = (base + offs_p)[:, None] * HEAD_DIM + offs_d[None, :]
@@ -198,3 +223,23 @@ def _compact_kernel(
         rows = tl.load(v_ptr + source, mask=mask, other=0.0)
         tl.debug_barrier()
         tl.store(v_ptr + target, rows, mask=mask)
+
+
+@triton.jit
+def _compact_rows_kernel(x_ptr, path_ptr, count_ptr, length_ptr, columns, BLOCK_P: tl.constexpr, EARLY: tl.constexpr):
+    """128 columns of all moved rows a program: every row is read before any is written."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    length = tl.load(length_ptr)
+    offs_p = tl.arange(0, BLOCK_P)
+    offs = tl.program_id(0) * 128 + tl.arange(0, 128)
+    is_kept = offs_p < tl.load(count_ptr)
+    node = tl.load(path_ptr + offs_p, mask=is_kept, other=0)
+    is_moved = tl.sum(tl.where(is_kept & (node != offs_p), 1, 0), 0) > 0
+    mask = is_kept[:, None] & (offs < columns)[None, :] & is_moved
+    source = (length + node).to(tl.int64)[:, None] * columns + offs[None, :]
+    rows = tl.load(x_ptr + source, mask=mask, other=0.0)
+    tl.debug_barrier()
+    target = (length + offs_p).to(tl.int64)[:, None] * columns + offs[None, :]
+    tl.store(x_ptr + target, rows, mask=mask)

@@ -32,6 +32,11 @@ def runs_kernel(x: Tensor) -> bool:
     return True
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype of definitions: float32, float64 where it is that."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def row_bucket(rows: int) -> int:
     """The least tile height that holds `rows`."""
     return next(bucket for bucket in ROW_BUCKETS if rows <= bucket)

@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specq_kernels.group_sums import group_sums_ref, sums_shape
-from specq_kernels.launch import check_tensor, has_dependent_launch, interpreted, runs_kernel
+from specq_kernels.launch import check_tensor, has_dependent_launch, interpreted, runs_kernel, wide
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definitions only
 
 
 def rms_norm(
@@ -47,10 +47,10 @@ def rms_norm(
 def rms_norm_ref(
     x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None, group: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition, in float32."""
-    h = x if residual is None else (x.float() + residual.float()).to(x.dtype)
-    wide = h.float()
-    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    """The definition, in float32 (float64 for a float64 x)."""
+    h = x if residual is None else (wide(x) + wide(residual)).to(x.dtype)
+    scale = torch.rsqrt(wide(h).square().mean(-1, keepdim=True) + eps)
+    y = (wide(h) * scale * wide(weight)).to(x.dtype)
     return y, h, sums_of(y, group)
 
 
@@ -74,8 +74,8 @@ def silu_mul(gate_up: Tensor, *, group: int | None = None) -> tuple[Tensor, Tens
 
 
 def silu_mul_ref(gate_up: Tensor, *, group: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """The definition, in float32."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    """The definition, in float32 (float64 for a float64 gate_up)."""
+    gate, up = wide(gate_up).chunk(2, dim=-1)
     y = (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
     return y, sums_of(y, group)
 

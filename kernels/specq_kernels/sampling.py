@@ -7,6 +7,8 @@ and -log(-log(u)) in float64, rounded to float32. Source: Salmon et al., Paralle
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -15,60 +17,87 @@ from torch import Tensor
 from specq_kernels.launch import check_tensor, has_dependent_launch, interpreted, runs_kernel
 
 BLOCK = 2048
+WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Seed and temperature on the device, so that one CUDA graph serves all of them."""
+
+    seed: Tensor  # int64 [1], the bits of a seed below 2^64
+    temperature: Tensor  # float64 [1], above 0
+
+    @classmethod
+    def of(cls, seed: int, temperature: float, device: torch.device | str = "cpu") -> Draw:
+        """The draw of these numbers. Raises ValueError for a temperature that is not above 0."""
+        if not temperature > 0:
+            raise ValueError(f"temperature: {temperature} is not above 0, use argmax")
+        return cls(
+            torch.tensor([signed(seed)], dtype=torch.int64, device=device),
+            torch.tensor([temperature], dtype=torch.float64, device=device),
+        )
+
+
+def signed(seed: int) -> int:
+    """The int64 with the bits of a seed below 2^64."""
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def argmax(logits: Tensor, *, vocab: int | None = None) -> Tensor:
     """int64 [rows]: the id of the largest logit below `vocab`, the lowest among equals; logits float32 [rows, ids]."""
-    return _choose(logits, None, temperature=0.0, seed=0, vocab=vocab)
+    return _choose(logits, None, None, vocab)
 
 
-def gumbel_argmax(
-    logits: Tensor, positions: Tensor, *, temperature: float, seed: int, vocab: int | None = None
-) -> Tensor:
+def gumbel_argmax(logits: Tensor, positions: Tensor, draw: Draw, *, vocab: int | None = None) -> Tensor:
     """int64 [rows]: argmax of logits / temperature + noise(seed, position, id) over ids below `vocab`.
 
-    logits float32 [rows, ids]; positions int64 [rows], absolute; seed below 2^64.
+    logits float32 [rows, ids]; positions int64 [rows], absolute.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature: {temperature} is not above 0, use argmax")
     check_tensor("positions", positions, shape=(logits.shape[0],), dtype=torch.int64, device=logits.device)
-    return _choose(logits, positions, temperature=temperature, seed=seed, vocab=vocab)
+    return _choose(logits, positions, draw, vocab)
 
 
 def gumbel_argmax_ref(
-    logits: Tensor, positions: Tensor | None, *, temperature: float, seed: int, vocab: int | None = None
+    logits: Tensor, positions: Tensor | None, draw: Draw | None, *, vocab: int | None = None
 ) -> Tensor:
-    """The definition."""
+    """The definition; argmax without a draw."""
     logits = logits[:, :vocab]
-    if positions is None:
+    if positions is None or draw is None:
         return logits.argmax(-1)
-    c0, c1 = torch.broadcast_tensors(positions[:, None], torch.arange(logits.shape[1], device=logits.device))
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    noise = gumbel_noise(draw.seed, positions[:, None], ids)
+    return (logits / draw.temperature.to(logits.dtype) + noise).argmax(-1)
+
+
+def gumbel_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """float32 noise of these positions and ids (int64, broadcast); the definition."""
+    c0, c1 = torch.broadcast_tensors(positions, ids)
     c2 = c3 = torch.zeros_like(c0)
-    word, key0, key1 = 0xFFFFFFFF, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    key0, key1 = seed & WORD, seed >> 32 & WORD
     for _ in range(10):
         low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps mod 2^64; the sign extension is masked away
-        c0, c1 = (high >> 32 & word) ^ c1 ^ key0, high & word
-        c2, c3 = (low >> 32 & word) ^ c3 ^ key1, low & word
-        key0, key1 = (key0 + 0x9E3779B9) & word, (key1 + 0xBB67AE85) & word
-    noise = -torch.log(-torch.log((c0.double() + 0.5) / 2.0**32))
-    return (logits / temperature + noise.float()).argmax(-1)
+        c0, c1 = (high >> 32 & WORD) ^ c1 ^ key0, high & WORD
+        c2, c3 = (low >> 32 & WORD) ^ c3 ^ key1, low & WORD
+        key0, key1 = key0 + 0x9E3779B9 & WORD, key1 + 0xBB67AE85 & WORD
+    return (-torch.log(-torch.log((c0.double() + 0.5) / 2.0**32))).float()
 
 
-def _choose(logits: Tensor, positions: Tensor | None, *, temperature: float, seed: int, vocab: int | None) -> Tensor:
+def _choose(logits: Tensor, positions: Tensor | None, draw: Draw | None, vocab: int | None) -> Tensor:
     check_tensor("logits", logits, shape=(None, None), dtype=torch.float32)
     rows, ids = logits.shape
     if vocab is not None and not 1 <= vocab <= ids:
         raise ValueError(f"vocab: {vocab} is not within the {ids} ids of logits")
     if not runs_kernel(logits):
-        return gumbel_argmax_ref(logits, positions, temperature=temperature, seed=seed, vocab=vocab)
+        return gumbel_argmax_ref(logits, positions, draw, vocab=vocab)
     blocks = triton.cdiv(vocab or ids, BLOCK)
     best = logits.new_empty(rows, blocks)
     best_id = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     early = has_dependent_launch(logits)
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
     _block_best_kernel[(rows, blocks)](
-        logits, positions if positions is not None else logits, best, best_id, ids, vocab or ids, temperature,
-        seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, NOISE=positions is not None, BLOCK=BLOCK, EARLY=early, **options,
+        logits, positions if positions is not None else logits, draw.temperature if draw is not None else logits,
+        draw.seed if draw is not None else logits, best, best_id, ids, vocab or ids, NOISE=draw is not None,
+        BLOCK=BLOCK, EARLY=early, **options,
     )  # fmt: skip
     return best_of_blocks(best, best_id)
 
@@ -100,9 +129,21 @@ def _philox_first_word(c0, c1, key0, key1):
     return c0
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit
+def noise_of(seed, position, ids):
+    """float32 noise of int32 `ids` at one int64 position, key the int64 seed."""
+    word = _philox_first_word(
+        tl.zeros_like(ids).to(tl.uint32) + position.to(tl.uint32), ids.to(tl.uint32),
+        tl.zeros_like(ids).to(tl.uint32) + seed.to(tl.uint32),
+        tl.zeros_like(ids).to(tl.uint32) + (seed >> 32).to(tl.uint32),
+    )  # fmt: skip
+    uniform = (word.to(tl.float64) + 0.5) / 4294967296.0
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
 def _block_best_kernel(
-    logits_ptr, position_ptr, best_ptr, best_id_ptr, ids, vocab, temperature, seed_low, seed_high,
+    logits_ptr, position_ptr, temperature_ptr, seed_ptr, best_ptr, best_id_ptr, ids, vocab,
     NOISE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best score and its id in BLOCK ids of one row; logits [rows, ids], best [rows, blocks]."""
@@ -113,15 +154,9 @@ def _block_best_kernel(
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits_ptr + row.to(tl.int64) * ids + offs, mask=offs < vocab, other=-float("inf"))
     if NOISE:
-        position = tl.load(position_ptr + row).to(tl.uint32)
-        word = _philox_first_word(
-            tl.zeros_like(offs).to(tl.uint32) + position, offs.to(tl.uint32),
-            tl.zeros_like(offs).to(tl.uint32) + seed_low.to(tl.uint32),
-            tl.zeros_like(offs).to(tl.uint32) + seed_high.to(tl.uint32),
-        )  # fmt: skip
-        uniform = (word.to(tl.float64) + 0.5) / 4294967296.0
-        noise = -tl.log(-tl.log(uniform))
-        score = tl.div_rn(score, tl.zeros_like(score) + temperature) + noise.to(tl.float32)
+        temperature = tl.load(temperature_ptr).to(tl.float32)
+        noise = noise_of(tl.load(seed_ptr), tl.load(position_ptr + row), offs)
+        score = tl.div_rn(score, tl.zeros_like(score) + temperature) + noise
     top = tl.max(score, 0)
     winner = tl.min(tl.where(score == top, offs, 2147483647), 0)
     at = row * tl.num_programs(1) + tl.program_id(1)

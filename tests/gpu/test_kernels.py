@@ -7,7 +7,7 @@ import torch
 
 from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
 from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
-from specq_kernels.sampling import argmax, gumbel_argmax, gumbel_argmax_ref
+from specq_kernels.sampling import Draw, argmax, gumbel_argmax, gumbel_argmax_ref
 from specq_kernels.tree_attention import pack_mask, tree_attention, tree_attention_ref
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
@@ -239,6 +239,6 @@ def test_sampling_equals_its_definition_on_the_cpu() -> None:
     positions = torch.arange(16, device="cuda") * 977
     assert torch.equal(argmax(logits, vocab=128000), logits[:, :128000].argmax(-1))
     for temperature, seed in ((0.7, 5), (1.0, 2**64 - 3)):
-        chosen = gumbel_argmax(logits, positions, temperature=temperature, seed=seed, vocab=128000)
-        expected = gumbel_argmax_ref(logits.cpu(), positions.cpu(), temperature=temperature, seed=seed, vocab=128000)
+        chosen = gumbel_argmax(logits, positions, Draw.of(seed, temperature, "cuda"), vocab=128000)
+        expected = gumbel_argmax_ref(logits.cpu(), positions.cpu(), Draw.of(seed, temperature), vocab=128000)
         assert torch.equal(chosen.cpu(), expected)

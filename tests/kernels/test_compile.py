@@ -17,7 +17,8 @@ import json, sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from specq_kernels import group_sums, kv_cache, norm_rope, sampling, tree_attention, w4_prefill, w4a16, w16a16
+from specq_kernels import draft_tree, group_sums, kv_cache, norm_rope, pair_rows, sampling, top_scores
+from specq_kernels import tree_attention, tree_nodes, w4_prefill, w4a16, w16a16
 from specq_kernels.configs import DEFAULT_TILES
 
 POINTERS = {"w_ptr": "*i32", "meta_ptr": "*i32", "sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32",
@@ -76,8 +77,20 @@ build("silu", norm_rope._silu_mul_kernel, dict(GROUP=64, STRIDE=16, EARLY=EARLY)
 build("append", kv_cache._append_kernel, dict(HEADS=4, KV_HEADS=2, HEAD_DIM=80, BLOCK=64, HAS_NORM=True, EARLY=EARLY),
       warps=1, position_ptr="*i32")
 build("compact", kv_cache._compact_kernel, dict(HEAD_DIM=80, BLOCK_D=128, BLOCK_P=8, EARLY=EARLY))
-build("gumbel", sampling._block_best_kernel, dict(NOISE=True, BLOCK=2048, EARLY=EARLY), position_ptr="*i64",
-      seed_low="i64", seed_high="i32")
+build("compact rows", kv_cache._compact_rows_kernel, dict(BLOCK_P=64, EARLY=EARLY))
+draw = dict(position_ptr="*i64", temperature_ptr="*fp64", seed_ptr="*i64")
+build("gumbel", sampling._block_best_kernel, dict(NOISE=True, BLOCK=2048, EARLY=EARLY), **draw)
+build("top scores", top_scores._block_top_kernel,
+      dict(NOISE=True, HAS_IDS=True, COUNT=10, BLOCK=2048, EARLY=EARLY), **draw, target_id_ptr="*i32", scale="fp32")
+build("row top", top_scores._row_top_kernel, dict(COUNT=10, BLOCK=1024, BLOCKS=64, EARLY=EARLY), score_ptr="*fp32",
+      id_ptr="*i32")
+integers = dict(dtype="i32", draft_ptr="*i32", pool_score_ptr="*fp32", level_score_ptr="*fp32", score_ptr="*fp32",
+                parent_score_ptr="*fp32")
+build("graft", tree_nodes._graft_kernel, dict(NODES=64, EARLY=EARLY), warps=1, **integers, position_ptr="*i64")
+build("walk", tree_nodes._walk_kernel, dict(NODES=64, EARLY=EARLY), warps=1, **integers, sampled_ptr="*i64")
+build("level", draft_tree._level_kernel, dict(BLOCK=128, CHUNK=32, EARLY=EARLY), **integers)
+build("tree", draft_tree._best_kernel, dict(NODES=64, BLOCK=512, CHUNK=32, EARLY=EARLY), warps=8, **integers)
+build("pairs", pair_rows._pair_kernel, dict(HAS_NORM=True, BLOCK=4096, EARLY=EARLY), token_ptr="*i32", row_ptr="*i32")
 build("best", sampling._row_best_kernel, dict(BLOCK=64, EARLY=EARLY), out_ptr="*i64")
 build("group sums", group_sums._group_sums_kernel, dict(GROUP=32, STRIDE=16, EARLY=EARLY), out_ptr="*fp32")
 build("dequantize", w4_prefill._dequantize_kernel, dict(GROUP=32, FORM=3, SCALE_FP16=True))
@@ -94,6 +107,6 @@ def test_kernels_compile_and_defaults_fit_48_kb(architecture: int) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     report = json.loads(ran.stdout.splitlines()[-1])
-    assert len(report) == 22
+    assert len(report) == 30
     too_large = {name: size for name, size in report.items() if name.startswith("default") and size > 48 * 1024}
     assert not too_large

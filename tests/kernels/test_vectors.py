@@ -9,7 +9,7 @@ from specq.spec.sampling import Sampler
 from specq_kernels.group_sums import group_sums_ref
 from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
 from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
-from specq_kernels.sampling import argmax, gumbel_argmax, gumbel_argmax_ref
+from specq_kernels.sampling import Draw, argmax, gumbel_argmax, gumbel_argmax_ref
 
 DTYPES = (torch.float16, torch.float32)
 
@@ -87,16 +87,17 @@ def test_argmax_takes_the_lowest_id_of_equals_below_the_vocabulary() -> None:
 @pytest.mark.parametrize("seed", [0, 3, 2**33 + 12345, 2**64 - 1])
 def test_noise_is_the_samplers(seed: int) -> None:
     logits, positions = torch.randn(4, 3000), torch.tensor([1, 2, 900, 131071])
-    chosen = gumbel_argmax(logits, positions, temperature=0.7, seed=seed, vocab=2999)
+    draw = Draw.of(seed, 0.7)
+    chosen = gumbel_argmax(logits, positions, draw, vocab=2999)
     sampler = Sampler(temperature=0.7, seed=seed, vocab=2999)
     assert chosen.tolist() == sampler(logits, positions).tolist()
-    reference = gumbel_argmax_ref(logits, positions, temperature=0.7, seed=seed, vocab=2999)
+    reference = gumbel_argmax_ref(logits, positions, draw, vocab=2999)
     assert chosen.tolist() == reference.tolist()
 
 
 def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="temperature: 0"):
-        gumbel_argmax(torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), temperature=0.0, seed=1)
+        Draw.of(1, 0.0)
     with pytest.raises(ValueError, match="vocab: 9"):
         argmax(torch.zeros(1, 8), vocab=9)
     with pytest.raises(ValueError, match="weight: shape"):
