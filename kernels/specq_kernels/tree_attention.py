@@ -1,8 +1,8 @@
 """Attention of 1 to 64 query nodes over a static cache: split over the keys, with an ancestor mask for the nodes.
 
-The keys are cut at fixed multiples of `chunk`, not by their number, and a chunk's tiles are aligned to the cache; so
-what a row computes depends on its own position only, and chains give bitwise the same rows however many run at once.
-The committed length is read on the device: one CUDA graph serves every length.
+A row's keys are cut into chunks whose size follows from the row's own position (128 keys, doubled where there would be
+more than `chunks`), and a chunk's tiles are aligned to the cache; so chains give bitwise the same rows however many run
+at once. The committed length is read on the device: one CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specq_kernels.configs import Config
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, row_bucket, runs_kernel
+from specq_kernels.prefetch import prefetch
 
 TILE = 64  # keys a tile
+LEAST_CHUNK = 128  # keys
+CHUNKS = 24  # chunks of a row's keys at most
 LOG2E = 1.4426950408889634
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definition only
 
@@ -31,17 +35,18 @@ def tree_attention(
     depths: Tensor | None = None,
     window: int | None = None,
     earlier: int = 0,
-    chunk: int | None = None,
     sums: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """softmax(q k.T / sqrt(head_dim)) v, [nodes, heads * head_dim], over the keys each node sees.
 
     q [nodes, heads, head_dim]; k, v [kv_heads, max_len, head_dim], one layer's cache, in which node i's own key and
     value already lie at slot length + i; mask int32 [nodes, 2], bit j % 32 of word j // 32 says whether node j is an
     ancestor (itself included); length int32 [1], committed tokens. With a sliding `window`, a node at position p sees
-    positions p - window + 1 to p and `depths` int32 [nodes] is needed. With `earlier` nodes that ran before (no window),
-    node i's key lies at slot length + earlier + i and its bit is earlier + i. `sums`, if given, receives
-    `group_sums(out, heads * head_dim // sums.shape[0])`. Raises ValueError naming the argument.
+    positions p - window + 1 to p and `depths` int32 [nodes] is needed. With `earlier` nodes that ran before (no
+    window), node i's key lies at slot length + earlier + i and its bit is earlier + i. `sums`, if given, receives
+    `group_sums(out, heads * head_dim // sums.shape[0])`. `config` overrides `attention_config`, for tuning. Raises
+    ValueError naming the argument.
     """
     nodes, heads, head_dim = q.shape
     kv_heads, max_len = k.shape[0], k.shape[1]
@@ -66,27 +71,27 @@ def tree_attention(
         if sums is not None:
             sums[:, :nodes] = out.float().unflatten(1, (-1, group)).sum(-1).T
         return out
-    chunk = chunk or chunk_size(max_len)
-    chunks = triton.cdiv(max_len, chunk)
     rows = nodes * (heads // kv_heads)
+    config = {**attention_config(rows, heads, head_dim, group), **(config or {})}
+    most = config["chunks"]
+    chunks = min(most, triton.cdiv(max_len, LEAST_CHUNK))
     partial = q.new_empty(chunks, kv_heads, rows, head_dim, dtype=torch.float32)
     top_total = q.new_empty(2, chunks, kv_heads, rows, dtype=torch.float32)
     out = q.new_empty(nodes, heads * head_dim)
-    block_q = 64 if rows <= 64 else 128
+    block_q, block_h, block_d = config["block_q"], config["combine_heads"], triton.next_power_of_2(head_dim)
     early = has_dependent_launch(q)
     options = {} if interpreted() else {"num_warps": block_q // 16, "launch_pdl": early}
     _attention_chunk_kernel[(kv_heads, triton.cdiv(rows, block_q), chunks)](
         q, k, v, mask, depths if depths is not None else mask, length, partial, top_total, top_total[1],
-        nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0,
-        KV_HEADS=kv_heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_Q=block_q, TILE=TILE, CHUNK=chunk, WINDOWED=window is not None, STAGES=3, EARLY=early, **options,
+        nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0, config["ahead"],
+        KV_HEADS=kv_heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q, TILE=TILE,
+        LEAST=LEAST_CHUNK, MOST=most, WINDOWED=window is not None, STAGES=config["stages"], EARLY=early, **options,
     )  # fmt: skip
-    heads_a_program = max(1, group // head_dim)
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
-    _attention_combine_kernel[(nodes, heads // heads_a_program)](
+    _attention_combine_kernel[(nodes, heads // block_h)](
         partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes, earlier + nodes,
-        HEADS=heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_H=heads_a_program, CHUNK=chunk, BLOCK_C=min(16, triton.next_power_of_2(chunks)),
+        HEADS=heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_H=block_h,
+        LEAST=LEAST_CHUNK, MOST=most, BLOCK_C=min(32, triton.next_power_of_2(most)),
         GROUP=group if sums is not None else 0, STRIDE=row_bucket(nodes), EARLY=early, **options,
     )  # fmt: skip
     return out
@@ -131,9 +136,19 @@ def pack_mask(ancestors: Tensor) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def chunk_size(max_len: int) -> int:
-    """Keys a program reads: 256, more where the cache would have over 64 chunks."""
-    return max(256, triton.next_power_of_2(triton.cdiv(max_len, 64)))
+def attention_config(rows: int, heads: int, head_dim: int, group: int) -> Config:
+    """Tile sizes, and `ahead`: bytes of keys and of values asked into the L2 before the kernel ahead has ended.
+
+    Only `block_q` and `stages` may follow the number of rows: the rest enters a row's bits.
+    """
+    combine_heads = next(count for count in (2, 1) if heads % count == 0)
+    return {
+        "chunks": CHUNKS,
+        "block_q": 64 if rows <= 64 else 128,
+        "stages": 3,
+        "ahead": 2 * TILE * head_dim * 2,
+        "combine_heads": max(combine_heads, group // head_dim),
+    }
 
 
 def sums_group(sums: Tensor | None, rows: int, columns: int, head_dim: int) -> int:
@@ -148,94 +163,124 @@ def sums_group(sums: Tensor | None, rows: int, columns: int, head_dim: int) -> i
     return group
 
 
-@triton.jit(do_not_specialize=["nodes", "written", "window"])
+@triton.jit
+def _chunk_size(position, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """Keys a chunk for a row at this position: LEAST, doubled until MOST chunks hold all up to the position."""
+    size = LEAST
+    for _ in tl.static_range(16):
+        size = tl.where(position >= MOST * size, 2 * size, size)
+    return size
+
+
+@triton.jit(do_not_specialize=["nodes", "written", "window", "ahead"])
 def _attention_chunk_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, depth_ptr, length_ptr, partial_ptr, top_ptr, total_ptr,
-    nodes, written, max_len, scale, window,
+    nodes, written, max_len, scale, window, ahead,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WINDOWED: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised attention of BLOCK_Q rows (node, head of the kv head's group) over one chunk of keys.
 
-    `written` slots behind the length hold nodes. partial [chunks, kv_heads, rows, HEAD_DIM]; top (running maximum, log2) and total [chunks, kv_heads, rows].
+    `written` slots behind the length hold nodes, the last `nodes` of them this call's. partial [chunks, kv_heads, rows,
+    HEAD_DIM]; top (running maximum, log2) and total [chunks, kv_heads, rows]. Where the rows' positions lie on both
+    sides of one at which the size of a chunk doubles, a second phase serves the rows behind it.
     """
+    kv_head = tl.program_id(0)
+    base = kv_head.to(tl.int64) * max_len * HEAD_DIM
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        # committed keys are older than the kernel before; a stale length costs a useless hint
+        known = tl.minimum(tl.load(length_ptr, volatile=True), max_len)
+        size = _chunk_size(known + written - nodes, LEAST, MOST)
+        begin = tl.program_id(2) * size
+        left = tl.maximum(tl.minimum(known - begin, size), 0)
+        left = left * (HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        num_bytes = tl.where(tl.program_id(1) == 0, tl.minimum(left, ahead), 0) + tl.arange(0, 1)
+        prefetch(k_ptr + base + begin * HEAD_DIM + tl.arange(0, 1), num_bytes, 1)
+        prefetch(v_ptr + base + begin * HEAD_DIM + tl.arange(0, 1), num_bytes, 1)
         tl.extra.cuda.gdc_wait()
-    kv_head = tl.program_id(0)
-    chunk = tl.program_id(2)
-    length = tl.load(length_ptr)
-    end = tl.minimum(length + written, (chunk + 1) * CHUNK)
-    begin = chunk * CHUNK
-    if begin < end:
-        rows = nodes * SHARED
-        row = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        node = row // SHARED
-        head = kv_head * SHARED + row % SHARED
-        is_row = row < rows
-        offs_d = tl.arange(0, BLOCK_D)
-        is_d = offs_d < HEAD_DIM
-        q = tl.load(
-            q_ptr + (node * (KV_HEADS * SHARED) + head)[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=is_row[:, None] & is_d[None, :], other=0.0,
-        )  # fmt: skip
-        low = tl.load(mask_ptr + node * 2, mask=is_row, other=0)
-        high = tl.load(mask_ptr + node * 2 + 1, mask=is_row, other=0)
-        depth = tl.zeros((BLOCK_Q,), tl.int32)
-        if WINDOWED:
-            depth = tl.load(depth_ptr + node, mask=is_row, other=0)
-        base = kv_head.to(tl.int64) * max_len * HEAD_DIM
-        top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK_Q,), tl.float32)
-        acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-        # tiles wholly inside the committed prefix need no mask
-        plain_end = begin if WINDOWED else tl.minimum(length // TILE * TILE, end)
-        for start in tl.range(begin, plain_end, TILE, num_stages=STAGES):
-            offs = base + (start + tl.arange(0, TILE))[:, None] * HEAD_DIM + offs_d[None, :]
-            if HEAD_DIM == BLOCK_D:
-                keys = tl.load(k_ptr + offs)
-                values = tl.load(v_ptr + offs)
-            else:
-                keys = tl.load(k_ptr + offs, mask=is_d[None, :], other=0.0)
-                values = tl.load(v_ptr + offs, mask=is_d[None, :], other=0.0)
-            scores = tl.dot(q, keys.T, input_precision="ieee") * scale
-            acc, top, total = _add_tile(acc, top, total, scores, values)
-        for start in tl.range(tl.maximum(begin, plain_end), end, TILE, num_stages=1):
-            slot = start + tl.arange(0, TILE)
-            is_key = slot < end
-            offs = base + slot[:, None] * HEAD_DIM + offs_d[None, :]
-            keys = tl.load(k_ptr + offs, mask=is_key[:, None] & is_d[None, :], other=0.0)
-            values = tl.load(v_ptr + offs, mask=is_key[:, None] & is_d[None, :], other=0.0)
-            scores = tl.dot(q, keys.T, input_precision="ieee") * scale
-            other = slot - length  # the node in this slot
-            shift = (tl.maximum(other, 0) & 31)[None, :]
-            bit = tl.where((other < 32)[None, :], low[:, None] >> shift, high[:, None] >> shift) & 1
-            visible = ((other < 0)[None, :] | (bit != 0)) & is_key[None, :]
+    length = tl.load(length_ptr, volatile=True)
+    first = length + written - nodes  # slot of the first row's node
+    size = _chunk_size(first, LEAST, MOST)
+    rows = nodes * SHARED
+    row = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    node = row // SHARED
+    head = kv_head * SHARED + row % SHARED
+    offs_d = tl.arange(0, BLOCK_D)
+    is_d = offs_d < HEAD_DIM
+    q = tl.load(
+        q_ptr + (node * (KV_HEADS * SHARED) + head)[:, None] * HEAD_DIM + offs_d[None, :],
+        mask=(row < rows)[:, None] & is_d[None, :], other=0.0,
+    )  # fmt: skip
+    low = tl.load(mask_ptr + node * 2, mask=row < rows, other=0)
+    high = tl.load(mask_ptr + node * 2 + 1, mask=row < rows, other=0)
+    depth = tl.zeros((BLOCK_Q,), tl.int32)
+    if WINDOWED:
+        depth = tl.load(depth_ptr + node, mask=row < rows, other=0)
+    phases = tl.where(length + written > MOST * size, 2, 1)
+    for phase in tl.range(0, phases, num_stages=1):
+        is_row = (row < rows) & ((first + node >= MOST * size) == (phase == 1))
+        begin = tl.program_id(2) * (size << phase)
+        end = tl.minimum(length + written, begin + (size << phase))
+        if begin < end:
+            top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
+            total = tl.zeros((BLOCK_Q,), tl.float32)
+            acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+            # tiles wholly inside the committed prefix need no mask, those before every row's window are skipped
+            plain_end = tl.minimum(length // TILE * TILE, end)
+            start_at = begin
             if WINDOWED:
-                ancestor = tl.load(depth_ptr + tl.maximum(other, 0), mask=(other >= 0) & is_key, other=0)
-                position = tl.where(other < 0, slot, length + ancestor)
-                visible = visible & ((length + depth)[:, None] - position[None, :] < window)
-            scores = tl.where(visible, scores, -float("inf"))
-            acc, top, total = _add_tile(acc, top, total, scores, values)
-        at = (chunk * KV_HEADS + kv_head) * rows + row
-        tl.store(
-            partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :],
-            acc,
-            mask=is_row[:, None] & is_d[None, :],
-        )
-        tl.store(top_ptr + at, top, mask=is_row)
-        tl.store(total_ptr + at, total, mask=is_row)
+                start_at = tl.maximum(begin, (length - window + 1) // TILE * TILE)
+                plain_end = start_at
+            for start in tl.range(start_at, plain_end, TILE, num_stages=STAGES):
+                offs = base + (start + tl.arange(0, TILE))[:, None] * HEAD_DIM + offs_d[None, :]
+                if HEAD_DIM == BLOCK_D:
+                    keys = tl.load(k_ptr + offs)
+                    values = tl.load(v_ptr + offs)
+                else:
+                    keys = tl.load(k_ptr + offs, mask=is_d[None, :], other=0.0)
+                    values = tl.load(v_ptr + offs, mask=is_d[None, :], other=0.0)
+                scores = tl.dot(q, keys.T, input_precision="ieee")
+                acc, top, total = _add_tile(acc, top, total, scores, scale, values)
+            for start in tl.range(tl.maximum(start_at, plain_end), end, TILE, num_stages=1):
+                slot = start + tl.arange(0, TILE)
+                is_key = slot < end
+                offs = base + slot[:, None] * HEAD_DIM + offs_d[None, :]
+                keys = tl.load(k_ptr + offs, mask=is_key[:, None] & is_d[None, :], other=0.0)
+                values = tl.load(v_ptr + offs, mask=is_key[:, None] & is_d[None, :], other=0.0)
+                scores = tl.dot(q, keys.T, input_precision="ieee")
+                other = slot - length  # the node in this slot
+                shift = (tl.maximum(other, 0) & 31)[None, :]
+                bit = tl.where((other < 32)[None, :], low[:, None] >> shift, high[:, None] >> shift) & 1
+                visible = ((other < 0)[None, :] | (bit != 0)) & is_key[None, :]
+                if WINDOWED:
+                    ancestor = tl.load(depth_ptr + tl.maximum(other, 0), mask=(other >= 0) & is_key, other=0)
+                    position = tl.where(other < 0, slot, length + ancestor)
+                    visible = visible & ((length + depth)[:, None] - position[None, :] < window)
+                scores = tl.where(visible, scores, -float("inf"))
+                acc, top, total = _add_tile(acc, top, total, scores, scale, values)
+            at = (tl.program_id(2) * KV_HEADS + kv_head) * rows + row
+            tl.store(
+                partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :],
+                acc,
+                mask=is_row[:, None] & is_d[None, :],
+            )
+            tl.store(top_ptr + at, top, mask=is_row)
+            tl.store(total_ptr + at, total, mask=is_row)
 
 
 @triton.jit
-def _add_tile(acc, top, total, scores, values):
-    """One step of the running softmax; rows that see nothing yet stay at weight 0."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
+def _add_tile(acc, top, total, scores, scale, values):
+    """One step of the running softmax; rows that see nothing yet stay at weight 0.
+
+    Fused multiply-adds are written out: a tile may be masked in one call and plain in another, to the same bits.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     safe = tl.where(new_top == -float("inf"), 0.0, new_top)
-    weights = tl.exp2(scores - safe[:, None])
+    weights = tl.exp2(tl.fma(scores, scale, -safe[:, None]))
     decay = tl.exp2(top - safe)
-    total = total * decay + tl.sum(weights, 1)
+    total = tl.fma(total, decay, tl.sum(weights, 1))
     acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
     return acc, new_top, total
 
@@ -244,8 +289,8 @@ def _add_tile(acc, top, total, scores, values):
 def _attention_combine_kernel(
     partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, nodes, written,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_H: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+    STRIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Chunks merged in fixed blocks of BLOCK_C, for one node and BLOCK_H heads; chunks a row does not see weigh 0."""
     if EARLY:
@@ -257,7 +302,8 @@ def _attention_combine_kernel(
     rows = nodes * SHARED
     stride = (HEADS // SHARED) * rows  # entries a chunk
     row = (head // SHARED) * rows + node * SHARED + head % SHARED  # [BLOCK_H]
-    chunks = tl.cdiv(tl.load(length_ptr) + written, CHUNK)
+    slot = tl.load(length_ptr) + written - nodes + node  # a node sees no later ones
+    chunks = slot // _chunk_size(slot, LEAST, MOST) + 1
     top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)

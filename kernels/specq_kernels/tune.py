@@ -32,20 +32,26 @@ LAYERS = {  # [out, in] of a layer's four products
 }
 HEADS = {"8b": (128256, 4096), "70b": (128256, 8192)}
 W4_NAMES = ("block_n", "warps", "stages", "registers", "direct", "step")
-W4_TILES = {  # by rows; registers 0 is the compiler's choice, direct is weights straight to registers
+W4_TILES = {  # by rows, the first of each for every split; registers 0 is the compiler's choice, direct skips smem
     16: (
-        (64, 4, 3, 96, 0, 256), (64, 4, 4, 0, 0, 256), (128, 4, 3, 168, 0, 256), (128, 8, 3, 112, 1, 256),
-        (64, 4, 2, 96, 1, 256), (64, 4, 4, 96, 0, 128), (128, 4, 4, 168, 0, 128), (64, 4, 4, 80, 1, 128),
+        (128, 4, 3, 168, 0, 256), (64, 4, 3, 96, 0, 256), (256, 8, 4, 128, 0, 128), (64, 4, 4, 0, 0, 256),
+        (128, 8, 3, 0, 0, 256), (128, 8, 4, 0, 0, 128), (128, 8, 3, 112, 1, 256), (256, 16, 3, 0, 0, 256),
+        (256, 16, 4, 0, 0, 128), (64, 4, 2, 96, 1, 256), (64, 4, 4, 96, 0, 128), (128, 4, 4, 168, 0, 128),
     ),
     32: (
-        (64, 4, 3, 128, 0, 256), (64, 4, 3, 128, 1, 256), (128, 4, 3, 0, 0, 256), (128, 4, 4, 168, 0, 128),
-        (64, 4, 5, 128, 0, 128),
+        (128, 4, 3, 0, 0, 256), (64, 4, 3, 128, 0, 256), (256, 16, 5, 0, 0, 128), (256, 16, 3, 0, 0, 256),
+        (256, 8, 4, 0, 0, 128), (128, 8, 4, 0, 0, 128), (128, 8, 3, 128, 0, 256), (128, 4, 4, 168, 0, 128),
+        (64, 4, 3, 128, 1, 256), (64, 4, 5, 128, 0, 128),
     ),
     64: (
-        (64, 4, 2, 168, 1, 256), (64, 4, 3, 0, 1, 256), (128, 4, 3, 0, 0, 128), (128, 4, 4, 0, 0, 128),
-        (64, 4, 4, 168, 0, 128), (256, 8, 4, 0, 0, 128),
+        (128, 4, 3, 0, 0, 128), (64, 4, 2, 168, 1, 256), (256, 16, 6, 0, 0, 128), (256, 16, 4, 0, 0, 128),
+        (256, 16, 3, 0, 0, 256), (256, 8, 6, 0, 0, 128), (256, 8, 4, 0, 0, 128), (128, 8, 4, 128, 0, 128),
+        (128, 8, 3, 128, 1, 128), (128, 4, 4, 0, 0, 128), (256, 16, 4, 0, 1, 128),
     ),
 }  # fmt: skip
+FIRST_TILES = 3  # of each row count, to find the best splits; then every tile for these
+BEST_SPLITS = 4
+AHEAD_CHOICES = (0, 2, 4, 8, 16)  # steps of 256 k asked into the L2 before the kernel ahead has ended
 W16_NAMES = ("block_n", "warps", "stages")
 W16_TILES = {
     16: ((64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
@@ -140,21 +146,31 @@ def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
 def choose(
     kernel: str, n: int, splits: Sequence[configs.Config], measure: Callable[[configs.Config], float]
 ) -> dict[str, object]:
-    """How K is split and, for each row count, the fastest tile with its microseconds."""
-    best: dict[str, object] = {}
-    best_us = float("inf")
-    for split in splits:
-        fastest = {}
+    """How K is split and, for each row count, the fastest tile with its microseconds.
+
+    A few tiles choose the splits worth a closer look, in which every tile runs; the prefetch is chosen last.
+    """
+
+    def fastest(split: configs.Config, count: int | None) -> dict[int, tuple[float, configs.Config]]:
+        found = {}
         for rows in ROW_BUCKETS:
             tiles = tile_configs(kernel, rows)
             if kernel == "w4a16":
                 tiles = [c for c in tiles if split["tail_from"] % c["block_n"] == 0 == n % c["block_n"]]
-            us, tile = min(((measure({**split, **tile}), tile) for tile in tiles), key=lambda pair: pair[0])
-            fastest[rows] = {**{key: v for key, v in tile.items() if key != "block_m"}, "us": round(us, 2)}
-        total = sum(WEIGHT_OF_ROWS[rows] * fastest[rows]["us"] for rows in ROW_BUCKETS)
-        if total < best_us:
-            best_us, best = total, {**split, "rows": {str(rows): tile for rows, tile in fastest.items()}}
-    return best
+            found[rows] = min(((measure({**split, **tile}), tile) for tile in tiles[:count]), key=lambda pair: pair[0])
+        return found
+
+    def total(found: dict[int, tuple[float, configs.Config]]) -> float:
+        return sum(WEIGHT_OF_ROWS[rows] * us for rows, (us, _) in found.items())
+
+    promising = sorted(splits, key=lambda split: total(fastest(split, FIRST_TILES)))[:BEST_SPLITS]
+    found, split = min(((fastest(split, None), split) for split in promising), key=lambda pair: total(pair[0]))
+    rows_entry: dict[str, configs.Config | dict[str, float]] = {}
+    for rows, (_, tile) in found.items():
+        ahead_choices = [{**tile, "ahead": ahead} for ahead in AHEAD_CHOICES] if kernel == "w4a16" else [tile]
+        us, best = min(((measure({**split, **choice}), choice) for choice in ahead_choices), key=lambda pair: pair[0])
+        rows_entry[str(rows)] = {**{key: value for key, value in best.items() if key != "block_m"}, "us": round(us, 2)}
+    return {**split, "rows": rows_entry}
 
 
 def random_w4(n: int, k: int, group: int, *, is_gate_up: bool = False) -> W4Weight:

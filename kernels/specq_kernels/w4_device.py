@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specq_kernels.prefetch import prefetch
+
 
 @triton.jit
 def _unpack_bf16(q):
@@ -113,21 +115,18 @@ def unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
 
 
 @triton.jit
-def prefetch_unit(
-    unit, w_ptr, padded_k, tiles, tail_tiles, split, tail_split, STEPS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Ask the first STEPS steps of another product's program into the L2; one thread for each 16 rows."""
-    tile, _, _, first, last = unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
+def prefetch_weights(w_ptr, tile, first, last, padded_k, steps, BLOCK_N: tl.constexpr):
+    """Ask the words of a tile's first `steps` steps into the L2."""
     NB: tl.constexpr = BLOCK_N // 16
     address = w_ptr + (tile * NB + tl.arange(0, NB)).to(tl.int64) * (padded_k * 2) + first * 512
-    num_bytes = tl.minimum(last - first, STEPS) * 2048
-    tl.inline_asm_elementwise(
-        asm="""{
-        .reg .pred p;
-        .reg .u32 t;
-        mov.u32 t, %tid.x;
-        setp.lt.u32 p, t, $3;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        constraints="=r,l,r,r", args=[address, num_bytes, NB], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    prefetch(address, tl.minimum(last - first, steps) * 2048, NB)
+
+
+@triton.jit
+def prefetch_meta(meta_ptr, tile, first, last, padded_n, steps, WORDS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Ask the scales of a tile's first `steps` steps, at most 16, into the L2."""
+    at = tl.arange(0, 16)
+    num_bytes = tl.where(at < tl.minimum(last - first, steps), 4 * BLOCK_N, 0)
+    for word in tl.static_range(WORDS):
+        address = meta_ptr + ((first + at) * WORDS + word).to(tl.int64) * padded_n + tile * BLOCK_N
+        prefetch(address, num_bytes, 16)

@@ -21,7 +21,8 @@ from specq_kernels.w4_device import (
     half_chunk,
     half_to_float,
     load_chunks,
-    prefetch_unit,
+    prefetch_meta,
+    prefetch_weights,
     two_chunks,
     unit_range,
 )
@@ -140,7 +141,7 @@ def _launch(
     _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
         x, weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, partials, weight.counters,
-        rows, out.shape[1], k, padded_n, padded_k, *units,
+        rows, out.shape[1], k, padded_n, padded_k, *units, config.get("ahead", AHEAD_STEPS),
         ahead.packed, ahead.padded[1], *_units(ahead, ahead_config),
         GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
         BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
@@ -184,6 +185,7 @@ def _finish(
         "tail_tiles",
         "split",
         "tail_split",
+        "ahead",
         "ahead_tiles",
         "ahead_tail_tiles",
         "ahead_split",
@@ -192,7 +194,7 @@ def _finish(
 )
 def _w4a16_kernel(
     x_ptr, w_ptr, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
-    rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
+    rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split, ahead,
     ahead_ptr, ahead_k, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
@@ -223,6 +225,9 @@ def _w4a16_kernel(
     if DIRECT:
         c0, c1, c2, c3 = load_chunks(w_ptrs, first * PASSES, STEP, DIRECT)  # weights do not depend on the kernel before
     if EARLY:
+        # weights do not depend on the kernel before: they come while it drains
+        prefetch_weights(w_ptr, pid_n, first, last, padded_k, ahead, BLOCK_N)
+        prefetch_meta(meta_ptr, pid_n, first, last, padded_n, ahead, WORDS, BLOCK_N)
         tl.extra.cuda.gdc_wait()
 
     offs_row = tl.arange(0, BLOCK_N)
@@ -273,8 +278,9 @@ def _w4a16_kernel(
     if AHEAD > 0:
         count = ahead_tiles * ahead_split + ahead_tail_tiles * ahead_tail_split
         for unit in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
-            prefetch_unit(unit, ahead_ptr, ahead_k, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
-                           AHEAD, AHEAD_N)  # fmt: skip
+            tile, _, _, begin, end = unit_range(unit, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
+                                                ahead_k)  # fmt: skip
+            prefetch_weights(ahead_ptr, tile, begin, end, ahead_k, AHEAD, AHEAD_N)
     is_last = True
     if MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
         if parts > 1:

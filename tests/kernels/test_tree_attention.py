@@ -76,14 +76,18 @@ def test_odd_shapes_equal_the_definition(nodes: int, heads: int, kv_heads: int, 
     torch.testing.assert_close(out, tree_attention_ref(q, k, v, mask, at), rtol=5e-3, atol=2e-3)
 
 
-def test_a_chain_row_does_not_depend_on_how_many_rows_run() -> None:
+@pytest.mark.parametrize("chunks", [2, 24])  # with 2, chunks double at position 256, among the rows
+def test_a_chain_row_does_not_depend_on_how_many_rows_run(chunks: int) -> None:
     mask, _ = tree_tensors(random_tree(20, 0, is_chain=True))
     q, k, v, length = random_case(20, 4, 2, 64, 250, torch.float16)
-    whole = tree_attention(q, k, v, mask, length)
+    config = {"chunks": chunks}
+    whole = tree_attention(q, k, v, mask, length, config=config)
+    torch.testing.assert_close(whole, tree_attention_ref(q, k, v, mask, length), rtol=5e-3, atol=2e-3)
     for first, last in ((0, 1), (0, 7), (5, 6), (5, 20), (19, 20)):
         part_mask, _ = tree_tensors(random_tree(last - first, 0, is_chain=True))
         at = torch.tensor([250 + first], dtype=torch.int32)
-        assert torch.equal(tree_attention(q[first:last].contiguous(), k, v, part_mask, at), whole[first:last])
+        part = tree_attention(q[first:last].contiguous(), k, v, part_mask, at, config=config)
+        assert torch.equal(part, whole[first:last])
 
 
 def test_nodes_after_earlier_ones_give_the_rows_of_all() -> None:
