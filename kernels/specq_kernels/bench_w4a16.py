@@ -1,14 +1,15 @@
-"""Times the 4-bit product beside its floor and its peers: `python -m specq_kernels.bench_w4a16 [8b] [70b]`.
+"""Times the 4-bit product beside its floor, targets and peers: `python -m specq_kernels.bench_w4a16 [8b] [70b]`.
 
 Microseconds a call, median of 7 replays of a CUDA graph that rotates over at least 300 MB of weights. The floor is the
 weight's bytes over the copy bandwidth measured first. "layer" is the sum of a layer's four products; "chain" runs the
-four one after another, as decoding does. Group sums of x are given, as the kernel before emits them.
+four one after another, as decoding does. Group sums of x are given, as the kernel before emits them. The peers are
+cuBLAS on bf16 weights, torch's int4 product and humming-kernels, if installed.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,96 +17,91 @@ import triton
 
 from specq_kernels.group_sums import group_sums
 from specq_kernels.launch import device_name
+from specq_kernels.peers import GROUP, PEERS, has_humming
 from specq_kernels.timing import copies_for, copy_bandwidth, graph_us, require_cuda
 from specq_kernels.tune import LAYERS, random_w4
 from specq_kernels.w4_layout import W4Weight
 from specq_kernels.w4a16 import w4a16
 
 ROWS = (1, 4, 8, 16, 32, 64)
-GROUP = 128
+TARGETS = {  # microseconds of a layer by rows: (must, aim)
+    "70b": {1: (130, 115), 4: (130, 115), 8: (130, 115), 16: (138, 122), 32: (165, 148), 64: (250, 190)},
+    "8b": {1: (45, 37), 4: (45, 37), 8: (45, 37), 32: (53, 45), 64: (85, 66)},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m specq_kernels.bench_w4a16", description=__doc__)
     parser.add_argument("models", nargs="*", default=["8b", "70b"])
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="default: all")
     options = parser.parse_args(arguments)
     require_cuda("the benchmark")
     bandwidth = copy_bandwidth()
     print(f"{device_name(0)}, torch {torch.__version__}, triton {triton.__version__}, "
           f"copy {bandwidth / 1e12:.2f} TB/s, bf16, groups of {GROUP}, symmetric, median of 7")  # fmt: skip
-    print(f"{'shape':<26}{'rows':>5}{'ours':>8}{'floor':>8}{'share':>7}{'cuBLAS bf16':>13}{'torch int4':>12}")
+    if "humming" in options.peers and not has_humming():
+        print("humming: not installed (pip install humming-kernels)")
+    names = "".join(f"{name:>13}" for name in options.peers)
+    print(f"{'shape':<26}{'rows':>5}{'ours':>8}{'floor':>8}{'share':>7}{'must':>7}{'aim':>6}{names}")
     for model in options.models:
-        bench_layer(model, options.rows, bandwidth)
+        bench_layer(model, options.rows, options.peers, bandwidth)
 
 
-def bench_layer(model: str, rows: Sequence[int], bandwidth: float) -> None:
-    """One line a product and row count, then the layer's."""
+def bench_layer(model: str, rows: Sequence[int], peers: Sequence[str], bandwidth: float) -> None:
+    """Print a line for each product and row count, then their sums and the chain."""
     shapes = LAYERS[model]
     weights = {name: rotated_weights(*shape) for name, shape in shapes.items()}
-    totals = {m: [0.0, 0.0, 0.0, 0.0] for m in rows}
+    totals = {m: [0.0] * (2 + len(peers)) for m in rows}
     for name, (n, k) in shapes.items():
         floor = weights[name][0].num_bytes() / bandwidth * 1e6
-        dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_for(2 * n * k))]
-        int4 = [torch_int4(n, k) for _ in range(copies_for(n * k // 2))]
+        times = {m: [product_us(weights[name], m), floor] for m in rows}
+        for peer in peers:
+            calls = PEERS[peer](n, k)
+            for m in rows:
+                x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+                times[m].append(graph_us([partial(call, x) for call in calls]) if calls else float("nan"))
+            del calls
         for m in rows:
-            ours, cublas, peer = times_of(m, k, weights[name], dense, int4)
-            print_line(f"{model} {name} ({k},{n})", m, ours, floor, cublas, peer)
-            totals[m] = [a + b for a, b in zip(totals[m], (ours, floor, cublas, peer), strict=True)]
-        del dense, int4
+            print_line(f"{model} {name} ({k},{n})", m, times[m])
+            totals[m] = [a + b for a, b in zip(totals[m], times[m], strict=True)]
     for m, total in totals.items():
-        print_line(f"{model} layer", m, *total)
+        print_line(f"{model} layer", m, total, TARGETS[model].get(m))
     for m in rows:
-        print_line(f"{model} chain", m, chain_us(weights, shapes, m), totals[m][1])
+        print_line(f"{model} chain", m, [chain_us(weights, shapes, m), totals[m][1]])
 
 
-def times_of(
-    rows: int,
-    k: int,
-    weights: Sequence[W4Weight],
-    dense: Sequence[torch.Tensor],
-    int4: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-) -> tuple[float, float, float]:
-    """Microseconds of ours, cuBLAS and torch's int4 product."""
-    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+def product_us(weights: Sequence[W4Weight], rows: int) -> float:
+    """Microseconds of our product."""
+    x = torch.randn(rows, weights[0].shape[1], device="cuda", dtype=torch.bfloat16)
     sums = group_sums(x, GROUP)
-    return (
-        graph_us([partial(w4a16, x, w, sums=sums) for w in weights]),
-        graph_us([partial(torch.nn.functional.linear, x, w) for w in dense]),
-        graph_us([partial(call, x) for call in int4]),
-    )
+    return graph_us([partial(w4a16, x, w, sums=sums) for w in weights])
 
 
 def chain_us(weights: dict[str, list[W4Weight]], shapes: dict[str, tuple[int, int]], rows: int) -> float:
-    """Microseconds of a layer's four products run one after another, each asking for the next one's weight."""
+    """Microseconds of a layer's four products run one after another."""
     inputs = {name: torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for name, (_, k) in shapes.items()}
     sums = {name: group_sums(x, GROUP) for name, x in inputs.items()}
 
     def layer(i: int) -> None:
-        queue = [(name, copies[i % len(copies)]) for name, copies in weights.items()]
-        following = [*(weight for _, weight in queue[1:]), weights["qkv"][(i + 1) % len(weights["qkv"])]]
-        for (name, weight), after in zip(queue, following, strict=True):
-            w4a16(inputs[name], weight, sums=sums[name], following=after)
+        for name, copies in weights.items():
+            w4a16(inputs[name], copies[i % len(copies)], sums=sums[name])
 
     return graph_us([partial(layer, i) for i in range(8)])
 
 
 def rotated_weights(n: int, k: int) -> list[W4Weight]:
+    """Random weights, enough copies to miss the L2."""
     first = random_w4(n, k, GROUP)
     return [first, *(random_w4(n, k, GROUP) for _ in range(copies_for(first.num_bytes()) - 1))]
 
 
-def torch_int4(n: int, k: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """torch's own CUDA int4 product on random weights."""
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
-    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
-    scales = torch.randn(k // GROUP, n, 2, device="cuda", dtype=torch.bfloat16)
-    return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales)
-
-
-def print_line(name: str, rows: int, ours: float, floor: float, *peers: float) -> None:
-    columns = "".join(f"{us:>{width}.1f}" for us, width in zip(peers, (13, 12), strict=False))
-    print(f"{name:<26}{rows:>5}{ours:>8.1f}{floor:>8.1f}{floor / ours:>7.0%}{columns}", flush=True)
+def print_line(name: str, rows: int, times: Sequence[float], target: tuple[int, int] | None = None) -> None:
+    """One row: ours, floor and peers in `times`."""
+    ours, floor, *peers = times
+    must, aim = target or ("", "")
+    columns = "".join(f"{us:>13.1f}" if us == us else f"{'-':>13}" for us in peers)
+    print(f"{name:<26}{rows:>5}{ours:>8.1f}{floor:>8.1f}{floor / ours:>7.0%}{must:>7}{aim:>6}{columns}", flush=True)
 
 
 if __name__ == "__main__":

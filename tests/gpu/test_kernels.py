@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
+from specq_kernels.launch import ROW_BUCKETS
 from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
 from specq_kernels.sampling import Draw, argmax, gumbel_argmax, gumbel_argmax_ref
-from specq_kernels.tree_attention import pack_mask, tree_attention, tree_attention_ref
+from specq_kernels.tree_attention import CHUNKS, LEAST_CHUNK, pack_mask, tree_attention, tree_attention_ref
+from specq_kernels.tune import tile_configs
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
 from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
@@ -81,26 +83,18 @@ def test_silu_product_equals_the_float64_one(dtype: torch.dtype) -> None:
         assert error(w4a16_silu(x, weight), w4a16_ref(x.double(), weight)) < TOLERANCE[dtype]
 
 
-def test_rows_agree_bitwise_across_tile_sizes() -> None:
+@pytest.mark.parametrize("rows", ROW_BUCKETS)
+def test_rows_agree_bitwise_across_tile_sizes(rows: int) -> None:
     weight = random_weight(2048, 4096, 128, "symmetric")
     x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
-    results = []
-    tiles = [(16, 64, 4, 3), (16, 128, 8, 3), (16, 256, 8, 3), (32, 128, 4, 3), (32, 128, 8, 2)]
-    tiles += [(64, 128, 8, 2), (64, 256, 8, 2), (64, 256, 16, 2)]
-    for block_m, block_n, warps, stages in tiles:
-        config = {
-            "split": 2,
-            "tail_split": 8,
-            "tail_from": 1280,
-            "block_n": block_n,
-            "block_m": block_m,
-            "warps": warps,
-            "stages": stages,
-        }
-        for direct in (0, 1):
-            results.append(w4a16(x[:block_m].contiguous(), weight, config={**config, "direct": direct})[:16])
-    for other in results[1:]:
-        assert torch.equal(results[0], other)
+    split = {"split": 2, "tail_split": 8, "tail_from": 1280}
+    whole = w4a16(x, weight, config={**split, "block_n": 64, "block_m": 64, "warps": 4, "stages": 2})
+    reference = w4a16_ref(x.double(), weight)
+    for tile in tile_configs("w4a16", rows):
+        for count in (rows, rows // 2 + 1):
+            part = w4a16(x[:count].contiguous(), weight, config={**split, **tile})
+            assert error(part, reference[:count]) < TOLERANCE[torch.bfloat16], tile
+            assert torch.equal(part, whole[:count]), tile
 
 
 def test_split_k_repeats_bitwise() -> None:
@@ -150,13 +144,14 @@ def test_tree_attention_equals_the_float64_definition(
 def test_a_chain_row_does_not_depend_on_how_many_rows_run(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    q, k, v, at = tree_case(64, heads, kv_heads, head_dim, 1000, dtype)
     chain = pack_mask(torch.ones(64, 64, dtype=torch.bool, device="cuda").tril())
-    whole = tree_attention(q, k, v, chain, at)
-    for first, last in ((0, 1), (0, 8), (7, 8), (10, 27), (20, 60), (63, 64)):
-        rows = slice(first, last)
-        part = tree_attention(q[rows].contiguous(), k, v, chain[: last - first].contiguous(), at + first)
-        assert torch.equal(part, whole[rows]), (first, last)
+    for length in (1000, LEAST_CHUNK * CHUNKS - 30):  # behind the second, chunks double among the rows
+        q, k, v, at = tree_case(64, heads, kv_heads, head_dim, length, dtype)
+        whole = tree_attention(q, k, v, chain, at)
+        for first, last in ((0, 1), (0, 8), (7, 8), (10, 27), (20, 60), (63, 64)):
+            rows = slice(first, last)
+            part = tree_attention(q[rows].contiguous(), k, v, chain[: last - first].contiguous(), at + first)
+            assert torch.equal(part, whole[rows]), (length, first, last)
 
 
 @pytest.mark.parametrize("form", ["symmetric", "zeros", "minima", "two-level"])
