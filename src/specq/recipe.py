@@ -94,7 +94,10 @@ class Sampling(_Section):
 
 
 class QuantizeSection(_Section):
-    """How `specq quantize` turns the target into 4 bits; without a group size the largest that fits is taken."""
+    """How `specq quantize` turns the target into 4 bits; without a group size the largest that fits is taken.
+
+    The output head stays in 16 bits unless `head_bits` says 8 or 4.
+    """
 
     method: Literal["gptq", "rtn"] = "gptq"
     group_size: Literal[128, 64, 32, -1] | None = None
@@ -106,6 +109,7 @@ class QuantizeSection(_Section):
     max_kl: float | None = Field(default=None, gt=0.0)
     format: Literal["gptq", "compressed-tensors"] = "gptq"
     strict_shapes: bool = False
+    head_bits: Literal[8, 4] | None = None
 
 
 class DistillSection(_Section):

@@ -69,6 +69,15 @@ def quantize(
     asym: Annotated[
         bool | None, _flag("--asym", panel=METHOD, help="A zero point a group; some engines' fast kernels refuse it.")
     ] = None,
+    head_bits: Annotated[
+        int | None,
+        _flag(
+            "--head-bits",
+            metavar="8|4",
+            panel=METHOD,
+            help="Quantize the output head too (a tied one gets a copy of its own); default: it stays in 16 bits.",
+        ),
+    ] = None,
     strict_shapes: Annotated[
         bool | None,
         _flag("--strict-shapes", panel=METHOD, help="Refuse a model that has a matrix the group size does not divide."),
@@ -132,6 +141,7 @@ def quantize(
         "quantize.group_size": group_size,
         "quantize.act_order": act_order,
         "quantize.asym": asym,
+        "quantize.head_bits": head_bits,
         "quantize.calib": calib,
         "quantize.samples": samples,
         "quantize.seq_len": seq_len,
@@ -209,6 +219,7 @@ def job_settings(section: QuantizeSection) -> tuple[Any, Any]:
         symmetric=not section.asym,
         format=section.format,
         strict_shapes=section.strict_shapes,
+        head_bits=section.head_bits,
     )
     return settings, Calibration(section.calib, section.samples, section.seq_len)
 
@@ -243,17 +254,17 @@ def _show(console: Console, report: Report) -> None:
 
 
 def matrix_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:
-    """A table with a row for each kind of matrix: shape, group, mean and worst output error, bytes, remark."""
+    """A table with a row for each kind of matrix: shape, bits, group, mean and worst output error, bytes, remark."""
     kinds: dict[str, list[MatrixReport]] = {}
     for matrix in matrices:
-        kinds.setdefault(matrix.name.split(".", 3)[3], []).append(matrix)
-    rows = [["matrix", "shape", "group", "error", "worst", "bytes", "remark"]]
+        kinds.setdefault(matrix.place[1], []).append(matrix)
+    rows = [["matrix", "shape", "bits", "group", "error", "worst", "bytes", "remark"]]
     for name, found in kinds.items():
         first = found[0]
-        errors = [(matrix.error, matrix.name.split(".")[2]) for matrix in found if matrix.error is not None]
+        errors = [(matrix.error, matrix.place[0]) for matrix in found if matrix.error is not None]
         mean = f"{sum(error for error, _ in errors) / len(errors):.5f}" if errors else "-"
-        worst = "{:.5f} in layer {}".format(*max(errors)) if errors else "-"
-        group = "16 bits" if first.group_size is None else str(first.group_size)
+        worst = "{:.5f} in layer {}".format(*max(errors)) if errors and len(found) > 1 else "-"
+        group = "-" if first.group_size is None else str(first.group_size)
         size = size_text(sum(matrix.num_bytes for matrix in found))
-        rows.append([name, f"{first.rows}x{first.columns}", group, mean, worst, size, first.remark])
+        rows.append([name, f"{first.rows}x{first.columns}", str(first.bits), group, mean, worst, size, first.remark])
     return rows

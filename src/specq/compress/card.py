@@ -9,6 +9,7 @@ from specq.compress.evaluation import RESULT, ROUNDED, SOURCE
 
 if TYPE_CHECKING:
     from specq.compress.layers import MatrixReport
+    from specq.compress.plan import Plan, Settings
     from specq.compress.report import Report
 
 TITLES = {SOURCE: "source", ROUNDED: "rounding to nearest", RESULT: "this model"}
@@ -32,7 +33,7 @@ def model_card(report: Report) -> str:
         f"# {provenance.name} in 4 bits",
         "",
         f"`{provenance.name}`{revision}, its matrices in 4 bits by {method} ({kind}, {group}{order}), stored as "
-        f"`{settings.format}`. Embeddings, head, norms and biases are in 16 bits. {report.num_bytes / 1e6:.0f} MB.",
+        f"`{settings.format}`. {_rest(plan, settings)} {report.num_bytes / 1e6:.0f} MB.",
         "",
         "## Evaluation",
         "",
@@ -60,6 +61,13 @@ def model_card(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _rest(plan: Plan, settings: Settings) -> str:
+    """What is not in 4 bits, as a sentence."""
+    if plan.packs_head:
+        return f"The head is in {settings.head_bits} bits; embeddings, norms and biases are in 16."
+    return "Embeddings, head, norms and biases are in 16 bits."
+
+
 def evaluation_rows(report: Report) -> list[list[str]]:
     """A table of the scores: source, rounding to nearest, this model."""
     rows = [["model", "perplexity", "KL divergence", "same top-1"]]
@@ -70,17 +78,18 @@ def evaluation_rows(report: Report) -> list[list[str]]:
 
 
 def layer_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:
-    """A table of the matrices' errors, a row for each layer."""
+    """A table of the matrices' errors, a row for each layer and one for a head."""
     names: list[str] = []
     by_layer: dict[str, dict[str, str]] = {}
     for matrix in matrices:
-        _, _, layer, name = matrix.name.split(".", 3)
+        layer, name = matrix.place
         short = name.split(".")[-1].removesuffix("_proj")
         if short not in names:
             names.append(short)
         text = "16 bits" if matrix.group_size is None else "-" if matrix.error is None else f"{matrix.error:.5f}"
         by_layer.setdefault(layer, {})[short] = text
-    return [["layer", *names], *([layer, *(errors[name] for name in names)] for layer, errors in by_layer.items())]
+    rows = ([layer, *(errors.get(name, "") for name in names)] for layer, errors in by_layer.items())
+    return [["layer", *names], *rows]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:

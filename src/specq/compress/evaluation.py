@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specq.checkpoint import ModelSpec
+from specq.compress.head import head_weight, rounded_head
 from specq.compress.plan import Plan
 from specq.compress.stages import PRODUCTS, StagedLayer
-from specq.models.loader import EMBEDDING, HEAD, NORM
+from specq.models.inventory import EMBEDDING, HEAD, NORM
 from specq.models.rope import RopeTable
 from specq.quant.gptq import Grid, round_to_nearest
 from specq.tensors import WeightSource
@@ -64,7 +65,7 @@ def evaluate(
         _round(layer, plan)
         streams[ROUNDED] = _behind(layer, streams[ROUNDED], device)
         streams[RESULT] = _behind(_dense_layer(spec, index, result, rope), streams[RESULT], device)
-    return _scores(spec, sources, streams, tokens, device)
+    return _scores(spec, plan, sources, streams, tokens, device)
 
 
 def _dense_layer(spec: ModelSpec, index: int, weights: WeightSource, rope: RopeTable) -> StagedLayer:
@@ -103,19 +104,31 @@ def _round(layer: StagedLayer, plan: Plan) -> None:
         layer.weights[product] = torch.cat(rounded)
 
 
+def _heads(
+    spec: ModelSpec, plan: Plan, sources: Mapping[str, WeightSource], device: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The last norm and the head of each model, fp32 on the device; what nothing changed is there once."""
+    source, result = sources[SOURCE], sources[RESULT]
+    norm, own = source.tensor(NORM).to(device, torch.float32), head_weight(spec, source)
+    head = own.to(device, torch.float32)
+    heads = {SOURCE: (norm, head), ROUNDED: (norm, head)}
+    written = result.tensor(HEAD) if plan.packs_head else head_weight(spec, result)
+    heads[RESULT] = result.tensor(NORM).to(device, torch.float32), written.to(device, torch.float32)
+    if plan.head is not None and plan.head.grid is not None:
+        grid = Grid(plan.head.grid.group_size, bits=plan.head.grid.bits)
+        heads[ROUNDED] = norm, rounded_head(own, grid, rows_at_once=plan.head_rows, device=device)
+    return heads
+
+
 def _scores(
     spec: ModelSpec,
+    plan: Plan,
     sources: Mapping[str, WeightSource],
     streams: Mapping[str, list[Tensor]],
     tokens: Tensor,
     device: str,
 ) -> dict[str, Score]:
-    heads = {}
-    for name in (SOURCE, RESULT):
-        weights = sources[name]
-        table = weights.tensor(EMBEDDING if spec.tie_embeddings else HEAD).to(device, torch.float32)
-        heads[name] = weights.tensor(NORM).to(device, torch.float32), table
-    heads[ROUNDED] = heads[SOURCE]
+    heads = _heads(spec, plan, sources, device)
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in sources}
     for i, row in enumerate(tokens):
         for start in range(0, len(row) - 1, ROWS_AT_ONCE):

@@ -6,7 +6,7 @@ Each matrix is solved for what the second reads, and aims at what the first woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from specq.tensors import WeightSource
 @dataclass(frozen=True)
 class MatrixReport:
     """What became of one matrix: shape, columns a group (None: left in 16 bits), output error relative to the output
-    (None for rounding, which sees no inputs), bytes written, damping used, columns without input, and a remark."""
+    (None for rounding, which sees no inputs), bytes written, damping used, columns without input, a remark, bits."""
 
     name: str
     rows: int
@@ -39,6 +39,43 @@ class MatrixReport:
     damping: float | None = None
     dead_columns: int = 0
     remark: str = ""
+    bits: int = 4
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """(layer, name inside it); the layer is "-" for a matrix outside of them."""
+        parts = self.name.split(".", 3)
+        return (parts[2], parts[3]) if len(parts) == 4 else ("-", self.name)
+
+
+def matrix_report(
+    name: str,
+    matrix: MatrixPlan,
+    stored: Mapping[str, Tensor],
+    solutions: Sequence[Solution],
+    index: Tensor | None = None,
+) -> MatrixReport:
+    """The report of a packed matrix whose rows lie in `solutions`: all of them, or those of `index`."""
+    assert matrix.grid is not None
+    error = damping = None
+    if solutions:
+        rows = slice(None) if index is None else index
+        energy = sum(float(solution.energies[rows].sum()) for solution in solutions)
+        error = sum(float(solution.errors[rows].sum()) for solution in solutions) / energy if energy > 0 else 0.0
+        damping = max(solution.damping for solution in solutions)
+    size = matrix.grid.group_size
+    return MatrixReport(
+        name,
+        matrix.rows,
+        matrix.columns,
+        matrix.columns if size == -1 else size,
+        error,
+        sum(tensor.nbytes for tensor in stored.values()),
+        damping,
+        solutions[0].dead_columns if solutions else 0,
+        matrix.remark,
+        matrix.grid.bits,
+    )
 
 
 @dataclass
@@ -140,9 +177,10 @@ class LayerQuantizer:
             packed = round_to_nearest(weight[chosen], grid)
         else:
             moments = self._collect(product, original, layer)
-            shortfall = moments.shortfall(weight)
+            hessian, shortfall = moments.hessian(), moments.shortfall(weight)
+            del moments
             lacking = None if shortfall is None else shortfall[chosen]
-            solution = solve(weight[chosen], moments.hessian(), grid, shortfall=lacking)
+            solution = solve(weight[chosen], hessian, grid, shortfall=lacking)
             packed = solution.weight
         parts, start = [], 0
         for matrix, dense in zip(matrices, weight.split(rows), strict=True):
@@ -187,7 +225,7 @@ ADDED = ("o", "down")
 
 @dataclass(frozen=True)
 class _Part:
-    """One matrix of a solved product: its numbers, its 4 bits if it has them, and its rows of the solution."""
+    """One matrix of a solved product: its numbers, its codes if it has them, and its rows of the solution."""
 
     dense: Tensor
     packed: PackedWeight | None = None
@@ -197,24 +235,9 @@ class _Part:
     def report(self, name: str, matrix: MatrixPlan, stored: Mapping[str, Tensor]) -> MatrixReport:
         if self.packed is None:
             num_bytes = 2 * self.dense.numel()
-            return MatrixReport(name, matrix.rows, matrix.columns, None, 0.0, num_bytes, remark=matrix.remark)
-        error = damping = None
-        dead = 0
-        if self.solution is not None:
-            energy = float(self.solution.energies[self.index].sum())
-            error = float(self.solution.errors[self.index].sum()) / energy if energy > 0 else 0.0
-            damping, dead = self.solution.damping, self.solution.dead_columns
-        return MatrixReport(
-            name,
-            matrix.rows,
-            matrix.columns,
-            self.packed.group_size,
-            error,
-            sum(tensor.nbytes for tensor in stored.values()),
-            damping,
-            dead,
-            matrix.remark,
-        )
+            return MatrixReport(name, matrix.rows, matrix.columns, None, 0.0, num_bytes, remark=matrix.remark, bits=16)
+        solutions = [] if self.solution is None else [self.solution]
+        return matrix_report(name, matrix, stored, solutions, self.index)
 
 
 def _input(product: str, layer: StagedLayer, stream: Stream, chunk: int) -> Tensor:

@@ -9,14 +9,14 @@ from typing import Literal
 from specq.checkpoint import ModelSpec
 from specq.compress.stages import PRODUCTS
 from specq.errors import UnsupportedError, UsageError
-from specq.models.loader import expected_tensors
+from specq.models.inventory import HEAD, expected_tensors
 from specq.quant.gptq import Grid
 
 GROUP_SIZES = (128, 64, 32)
 """What a group may be, largest first: the one that divides every matrix is taken."""
 
-PACK = 8
-"""Codes a 32-bit word: rows and columns of a packed matrix are multiples of it."""
+HEAD_NAME = "lm_head"
+"""The output head in tables and files."""
 
 Method = Literal["gptq", "rtn"]
 Format = Literal["gptq", "compressed-tensors"]
@@ -24,7 +24,10 @@ Format = Literal["gptq", "compressed-tensors"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the numbers written; `group_size` None takes the largest that fits, -1 whole rows."""
+    """Everything that decides the numbers written; `group_size` None takes the largest that fits, -1 whole rows.
+
+    `head_bits` None leaves the output head in 16 bits.
+    """
 
     method: Method = "gptq"
     group_size: int | None = None
@@ -32,11 +35,12 @@ class Settings:
     symmetric: bool = True
     format: Format = "gptq"
     strict_shapes: bool = False
+    head_bits: Literal[8, 4] | None = None
 
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """One matrix [rows, columns] of every layer: quantized by `grid`, or left in 16 bits; and why, where odd."""
+    """One matrix [rows, columns] of every layer, or the head: quantized by `grid` or left in 16 bits; why, if odd."""
 
     name: str
     rows: int
@@ -47,11 +51,19 @@ class MatrixPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The matrices of a layer (all layers are alike), the group of the model, and warnings to say once."""
+    """The matrices of a layer (all layers are alike), the group of the model, warnings to say once, and the output
+    head where it was asked for, solved `head_rows` rows at a time."""
 
     matrices: tuple[MatrixPlan, ...]
     group_size: int
     warnings: tuple[str, ...]
+    head: MatrixPlan | None = None
+    head_rows: int = 1
+
+    @property
+    def packs_head(self) -> bool:
+        """Whether the head is written packed, in a matrix of its own also where the source ties it."""
+        return self.head is not None and self.head.grid is not None
 
     @property
     def widest(self) -> int:
@@ -78,7 +90,7 @@ def plan_quantization(spec: ModelSpec, settings: Settings) -> Plan:
         )
     if spec.quantization is not None and spec.quantization.method != "gguf":
         raise UsageError(
-            f"the model is already in 4 bits (`{spec.quantization.method}`)",
+            f"the model is already in {spec.quantization.bits} bits (`{spec.quantization.method}`)",
             hint="give the 16-bit model it was made of",
         )
     shapes = {
@@ -88,24 +100,29 @@ def plan_quantization(spec: ModelSpec, settings: Settings) -> Plan:
     if settings.stored_order and group_size == -1:
         raise UsageError("`--act-order` has no meaning with one group a row", hint="leave out --act-order")
     matrices = tuple(_plan(name, rows, columns, group_size, settings) for name, (rows, columns) in shapes.items())
-    odd = [matrix for matrix in matrices if matrix.remark]
+    head = None
+    if settings.head_bits is not None:
+        head = _plan(HEAD_NAME, spec.vocab, spec.hidden, group_size, settings, bits=settings.head_bits)
+    odd = [matrix for matrix in (*matrices, head) if matrix is not None and matrix.remark]
     if settings.strict_shapes and odd:
         raise UnsupportedError(
             f"`{odd[0].name}` [{odd[0].rows}, {odd[0].columns}] has {odd[0].remark}",
             hint="leave out --strict-shapes, or give a --group-size that divides it",
         )
     if all(matrix.grid is None for matrix in matrices):
-        raise UnsupportedError(
-            "no matrix of this model can be packed in 4 bits", hint=f"sizes must be multiples of {PACK}"
-        )
-    return Plan(matrices, group_size, _warnings(odd))
+        raise UnsupportedError("no matrix of this model can be packed in 4 bits", hint="sizes must be multiples of 8")
+    warnings = _warnings(odd)
+    if head is not None and head.grid is not None:
+        warnings += _head_warnings(spec, head, settings)
+    return Plan(matrices, group_size, warnings, head, head_rows=2 * spec.intermediate)
 
 
 def peak_bytes(spec: ModelSpec, *, itemsize: int) -> int:
     """Bytes the device needs besides the calibration's activations, `itemsize` being a weight's.
 
     One layer's weights as they are and as they will be, and for its largest product what solving takes in fp32: four
-    squares of the inputs beside three copies of the matrix while the Hessian is factored, then two beside six.
+    squares of the inputs beside three copies of the matrix while the Hessian is factored, then two beside six. A head
+    takes no more: it is solved in parts of as many rows as gate and up have.
     """
     shapes = expected_tensors(spec)
     layer = [shape for name, shape in shapes.items() if name.startswith("model.layers.0.") and len(shape) == 2]
@@ -121,17 +138,23 @@ def peak_bytes(spec: ModelSpec, *, itemsize: int) -> int:
 
 def disk_bytes(spec: ModelSpec, plan: Plan) -> int:
     """Bytes the finished folder takes, within a percent or two."""
-    shapes = expected_tensors(spec)
-    total = sum(2 * _count(shape) for name, shape in shapes.items() if not name.startswith("model.layers."))
-    for matrix in plan.matrices:
-        numbers = matrix.rows * matrix.columns
-        if matrix.grid is None:
-            total += 2 * numbers * spec.layers
-            continue
-        size = matrix.columns if matrix.grid.group_size == -1 else matrix.grid.group_size
-        groups = -(-matrix.columns // size)
-        total += spec.layers * (numbers // 2 + matrix.rows * groups * 5 // 2 + 4 * matrix.columns)
+    dense = {name: shape for name, shape in expected_tensors(spec).items() if not name.startswith("model.layers.")}
+    if plan.packs_head:
+        dense.pop(HEAD, None)
+    total = sum(2 * _count(shape) for shape in dense.values())
+    total += spec.layers * sum(_matrix_bytes(matrix) for matrix in plan.matrices)
+    if plan.head is not None and plan.packs_head:
+        total += _matrix_bytes(plan.head)
     return total + (16 << 20)
+
+
+def _matrix_bytes(matrix: MatrixPlan) -> int:
+    """Bytes of a matrix in the file: codes, a 16-bit scale and a zero a group, the columns' groups."""
+    numbers, grid = matrix.rows * matrix.columns, matrix.grid
+    if grid is None:
+        return 2 * numbers
+    groups = 1 if grid.group_size == -1 else -(-matrix.columns // grid.group_size)
+    return numbers * grid.bits // 8 + matrix.rows * groups * (16 + grid.bits) // 8 + 4 * matrix.columns
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -147,14 +170,16 @@ def _common_group(columns: list[int]) -> int:
     return next(size for size in GROUP_SIZES if all(count % size == 0 for count in dividable))
 
 
-def _plan(name: str, rows: int, columns: int, group_size: int, settings: Settings) -> MatrixPlan:
-    if rows % PACK or columns % PACK:
-        size, what = (rows, "outputs") if rows % PACK else (columns, "inputs")
-        return MatrixPlan(name, rows, columns, None, f"{size} {what}, no multiple of {PACK}: left in 16 bits")
+def _plan(name: str, rows: int, columns: int, group_size: int, settings: Settings, *, bits: int = 4) -> MatrixPlan:
+    pack = 32 // bits  # codes a word
+    if rows % pack or columns % pack:
+        size, what = (rows, "outputs") if rows % pack else (columns, "inputs")
+        return MatrixPlan(name, rows, columns, None, f"{size} {what}, no multiple of {pack}: left in 16 bits")
     grid = Grid(
         min(group_size, columns) if group_size != -1 else -1,
         is_symmetric=settings.symmetric,
         has_stored_order=settings.stored_order and settings.method == "gptq",
+        bits=bits,
     )
     remark = ""
     if group_size != -1 and columns % group_size:
@@ -174,4 +199,19 @@ def _warnings(odd: list[MatrixPlan]) -> tuple[str, ...]:
     if kinds["16"]:
         names = ", ".join(f"`{matrix.name}` ({matrix.remark})" for matrix in odd if matrix.grid is None)
         said.append(f"not quantized: {names}")
+    return tuple(said)
+
+
+def _head_warnings(spec: ModelSpec, head: MatrixPlan, settings: Settings) -> tuple[str, ...]:
+    said = []
+    if settings.format == "gptq":
+        said.append(
+            "a quantized head is read by specq, GPTQModel, vLLM and SGLang; transformers loads GPTQ through optimum, "
+            "which leaves the head out"
+        )
+    if spec.tie_embeddings:
+        size = _matrix_bytes(head) / 1e6
+        said.append(
+            f"the head was the embedding's own matrix: that one stays in 16 bits, the head gets a copy of {size:.0f} MB"
+        )
     return tuple(said)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,14 +19,17 @@ from specq.checkpoint import ModelSpec, read_config
 from specq.compress import card, writer
 from specq.compress.activations import Activations
 from specq.compress.calibration import TokenSet, calibration_tokens, evaluation_tokens
+from specq.compress.digest import source_digest
 from specq.compress.evaluation import evaluate
+from specq.compress.head import dense_report, quantize_head
 from specq.compress.layer_files import LayerWorkspace
 from specq.compress.layers import LayerQuantizer, MatrixReport, Stream
 from specq.compress.plan import Plan, Settings, disk_bytes, peak_bytes, plan_quantization
 from specq.compress.report import Provenance, Report
 from specq.environment import describe_environment, package_version
 from specq.errors import NotEnoughMemoryError, UsageError
-from specq.models.loader import EMBEDDING, check_tensors, choose_dtype, expected_tensors, model_spec
+from specq.models.inventory import EMBEDDING, check_tensors
+from specq.models.loader import choose_dtype, model_spec
 from specq.models.memory import free_bytes
 from specq.models.rope import RopeTable
 from specq.storage import require_space
@@ -48,7 +49,6 @@ DEVICE_SHARE = 0.9
 """Up to this share of a device's free memory is planned with; beyond it activations go to the host."""
 
 EVALUATION_SAMPLES, EVALUATION_LENGTH = 24, 256
-HASHING_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,11 @@ class _Job:
             )
 
     def quantize_layers(self, workspace: LayerWorkspace, tokens: TokenSet | None) -> tuple[int, list[MatrixReport]]:
-        """How many layers an earlier run had done, and the reports of all."""
+        """How many layers an earlier run had done, and the reports of all; the head counts as one after the last."""
+        count = self.spec.layers + self.plan.packs_head
+        resumed, reports = workspace.finished_layers(), []
+        if resumed == count:
+            tokens = None  # nothing is left that would read them
         rope = RopeTable(self.spec.rope, self.spec.head_dim, dtype=self.dtype, device=torch.device(self.device))
         streams = None
         if tokens is not None:
@@ -183,19 +187,36 @@ class _Job:
         quantizer = LayerQuantizer(
             self.spec, self.weights, plan=self.plan, settings=self.settings, rope=rope, streams=streams
         )
-        resumed, reports = workspace.finished_layers(), []
         for index in range(resumed):
             self.say(f"resuming: layer {index + 1} of {self.spec.layers} is done already")
             tensors, record = workspace.read_layer(index)
             quantizer.replay(index, tensors)
             reports += [MatrixReport(**matrix) for matrix in record["matrices"]]
         began = time.monotonic()
-        for index in range(resumed, self.spec.layers):
-            left = remaining(began, index - resumed, self.spec.layers - index)
-            tensors, found = quantizer.quantize(index, on_product=partial(self._say_product, index, left))
+        for index in range(resumed, count):
+            left = remaining(began, index - resumed, count - index)
+            if index < self.spec.layers:
+                tensors, found = quantizer.quantize(index, on_product=partial(self._say_product, index, left))
+            else:
+                tensors, found = self._quantize_head(streams)
             workspace.write_layer(index, tensors, {"matrices": [asdict(report) for report in found]})
             reports += found
+        if self.plan.head is not None and not self.plan.packs_head:
+            reports.append(dense_report(self.plan.head, is_tied=self.spec.tie_embeddings))
         return resumed, reports
+
+    def _quantize_head(self, streams: tuple[Stream, Stream] | None) -> tuple[dict[str, Tensor], list[MatrixReport]]:
+        tensors, report = quantize_head(
+            self.spec,
+            self.weights,
+            plan=self.plan,
+            settings=self.settings,
+            streams=streams,
+            device=torch.device(self.device),
+            dtype=self.dtype,
+            on_rows=lambda rows: self.say(f"head, {rows}"),
+        )
+        return tensors, [report]
 
     def _say_product(self, index: int, left: str, product: str) -> None:
         self.say(f"layer {index + 1} of {self.spec.layers}, {product}{left}")
@@ -203,7 +224,7 @@ class _Job:
     def all_tensors(self, workspace: LayerWorkspace) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the finished model: what stays in 16 bits, then layer by layer what was quantized."""
         yield from writer.dense_tensors(self.spec, self.weights, self.plan)
-        for index in range(self.spec.layers):
+        for index in range(self.spec.layers + self.plan.packs_head):
             yield from sorted(workspace.read_layer(index)[0].items())
 
     def evaluate(self, staged: Path, held_out: TokenSet) -> Any:
@@ -245,31 +266,6 @@ def _announce(spec: ModelSpec, plan: Plan, settings: Settings) -> None:
         log.info("the source is a GGUF of 4 bits itself: scores are against its dequantized numbers")
     for warning in plan.warnings:
         log.warning("%s", warning)
-
-
-def source_digest(spec: ModelSpec, weights: WeightSource) -> str:
-    """A hash of every tensor's name, shape and numbers.
-
-    Raises UsageError naming the tensors that hold NaN or Inf.
-    """
-
-    def digest(name: str) -> tuple[str, bool]:
-        tensor = weights.tensor(name).contiguous()
-        content = hashlib.blake2b(f"{name}:{tensor.dtype}:{list(tensor.shape)}:".encode(), digest_size=16)
-        content.update(tensor.view(torch.uint8).numpy().data)
-        return content.hexdigest(), bool(torch.isfinite(tensor).all())
-
-    names = sorted(expected_tensors(spec))
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        found = list(pool.map(digest, names))
-    broken = [name for name, (_, is_finite) in zip(names, found, strict=True) if not is_finite]
-    if broken:
-        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        raise UsageError(
-            f"the source holds NaN or Inf in {', '.join(f'`{name}`' for name in broken[:3])}{more}",
-            hint="download the model again",
-        )
-    return hashlib.blake2b("".join(digest for digest, _ in found).encode(), digest_size=16).hexdigest()
 
 
 def remaining(began: float, done: int, left: int) -> str:

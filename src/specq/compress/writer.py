@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specq.checkpoint import ModelSpec, QuantSpec, read_config
-from specq.compress.plan import Plan, Settings
+from specq.checkpoint import ModelSpec, read_config
+from specq.compress.plan import HEAD_NAME, Plan, Settings
 from specq.environment import package_version
-from specq.models.loader import expected_tensors
+from specq.models.inventory import HEAD, expected_tensors
 from specq.tensor_files import safe_path
 from specq.tensors import WeightSource, gguf_config
 from specq.tokenizer import Tokenizer
@@ -52,6 +52,8 @@ def dense_tensors(spec: ModelSpec, source: WeightSource, plan: Plan) -> Iterator
     """Every tensor that stays in 16 bits, by name, in the order of the model; read as it is asked for."""
     packed = {f"{matrix.name}.weight" for matrix in plan.matrices if matrix.grid is not None}
     for name in expected_tensors(spec):
+        if name == HEAD and plan.packs_head:
+            continue
         if not name.startswith("model.layers.") or name.split(".", 3)[3] not in packed:
             yield name, source.tensor(name).to(written_dtype(spec)).contiguous()
 
@@ -90,6 +92,8 @@ def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
 def write_configs(folder: Path, source: Path, spec: ModelSpec, plan: Plan, settings: Settings) -> None:
     """Writes config.json with its quantization_config, and quantize_config.json where the format has one."""
     config = {key: value for key, value in source_config(source).items() if key not in LOCAL_KEYS}
+    if plan.packs_head:
+        config["tie_word_embeddings"] = False
     quantization = quantization_config(plan, settings)
     dtype = DTYPE_NAMES[written_dtype(spec)]
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
@@ -125,48 +129,52 @@ def quantization_config(plan: Plan, settings: Settings) -> dict[str, Any]:
         "group_size": plan.group_size,
         "desc_act": settings.stored_order,
         "sym": settings.symmetric,
-        "lm_head": False,
+        "lm_head": plan.packs_head,
         "checkpoint_format": "gptq",
         "format": "gptq",
         "pack_dtype": "int32",
         "meta": {"quantizer": [f"specq:{package_version('specq')}"], "method": settings.method},
     }
-    if skipped:
-        config["dynamic"] = {f"-:.*\\.{name.replace('.', chr(92) + '.')}$": {} for name in skipped}
-    return config
+    dynamic: dict[str, Any] = {f"-:.*\\.{name.replace('.', chr(92) + '.')}$": {} for name in skipped}
+    if plan.packs_head and settings.head_bits != config["bits"]:
+        keys = ("group_size", "sym", "desc_act")
+        dynamic[HEAD_NAME] = {"bits": settings.head_bits, **{key: config[key] for key in keys}}
+    return {**config, "dynamic": dynamic} if dynamic else config
 
 
 def _compressed_tensors_config(plan: Plan, settings: Settings, skipped: list[str]) -> dict[str, Any]:
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": settings.symmetric,
-        "strategy": "channel" if plan.group_size == -1 else "group",
-        "group_size": None if plan.group_size == -1 else plan.group_size,
-        "actorder": None,
-        "dynamic": False,
-    }
+    def group(target: str, bits: int) -> dict[str, Any]:
+        weights = {
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": settings.symmetric,
+            "strategy": "channel" if plan.group_size == -1 else "group",
+            "group_size": None if plan.group_size == -1 else plan.group_size,
+            "actorder": None,
+            "dynamic": False,
+        }
+        return {
+            "targets": [target],
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+            "format": "pack-quantized",
+        }
+
+    groups = {"group_0": group("Linear", 4)}
+    if plan.packs_head and settings.head_bits == 8:
+        groups["group_1"] = group(f"re:.*{HEAD_NAME}$", 8)
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": None,
-                "output_activations": None,
-                "format": "pack-quantized",
-            }
-        },
-        "ignore": ["lm_head", *(f"re:.*{name.replace('.', chr(92) + '.')}$" for name in skipped)],
+        "config_groups": groups,
+        "ignore": [
+            *([] if plan.packs_head else [HEAD_NAME]),
+            *(f"re:.*{name.replace('.', chr(92) + '.')}$" for name in skipped),
+        ],
         "kv_cache_scheme": None,
     }
-
-
-def quant_spec(plan: Plan, settings: Settings) -> QuantSpec:
-    """How the written matrices are stored, as a reader sees it."""
-    return QuantSpec.from_config(quantization_config(plan, settings))
 
 
 def copy_companions(folder: Path, source: Path, tokenizer: Tokenizer) -> None:

@@ -1,8 +1,8 @@
-"""GPTQ: 4-bit codes for one matrix so that its outputs, on the inputs it was calibrated with, change least.
+"""GPTQ: codes of 4 or 8 bits for one matrix so that its outputs, on the inputs it was calibrated with, change least.
 
 Pure torch, one matrix at a time; which inputs are seen and what is stored is compress/'s business.
 Source: arXiv 2210.17323 (GPTQ). Scales are searched with each column's error weighed by its input's mean
-square, and may be negative, so that -8, the longer end of the range, falls on the side that needs it.
+square, and may be negative, so that the longer end of the range (-8 of 4 bits) falls on the side that needs it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from specq.errors import SpecqError
-from specq.quant.packed import SYMMETRIC_ZERO, PackedWeight, pack_nibbles
+from specq.quant.packed import PackedWeight, pack_codes
 
 BLOCK = 128
 """Columns whose updates of the rest are applied together."""
 
-CANDIDATES = 48
-SMALLEST, LARGEST = 0.45, 1.06
-"""Scales tried, as shares of the one that just covers a group's range."""
+LARGEST = 1.06
+SMALLEST = {4: 0.45, 8: 0.93}
+CANDIDATES = {4: 48, 8: 11}
+"""Scales tried for codes of so many bits, as shares of the one that just covers a group's range."""
 
 FIRST_DAMPING, LAST_DAMPING = 0.01, 1.0
 """Shares of the mean diagonal added to a Hessian: the usual one, and where raising it tenfold ends."""
@@ -36,7 +37,7 @@ LEAST_SCALE = 2.0**-24
 
 @dataclass(frozen=True)
 class Grid:
-    """What the codes of a matrix may mean: columns a group (-1 for whole rows), and whether zeros are all 8.
+    """What the codes of a matrix may mean: columns a group (-1 for whole rows), whether all zeros are the middle code.
 
     `has_stored_order` groups columns by the size of their inputs, an order the file then stores (desc_act).
     """
@@ -44,11 +45,22 @@ class Grid:
     group_size: int = 128
     is_symmetric: bool = True
     has_stored_order: bool = False
+    bits: int = 4
+
+    @property
+    def largest(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        """The zero of a symmetric matrix."""
+        return 1 << (self.bits - 1)
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The 4-bit matrix, each row's squared output error and squared output [N] (means over tokens), and what was
+    """The packed matrix, each row's squared output error and squared output [N] (means over tokens), and what was
     needed: the damping used and the columns that never had an input."""
 
     weight: PackedWeight
@@ -93,14 +105,13 @@ class InputMoments:
     def shortfall(self, weight: Tensor) -> Tensor | None:
         """fp32 [N, K]: half the mean of d x^T; d is what outputs of `weight` [N, K] lack of the original model's.
 
-        None where no drift was told. Ends the collection and frees what it took.
+        None where no drift was told. `weight` may be some of the rows where no residual was told.
         """
         if self._drift is None:
             return None
         lacking = weight.float() @ self._drift
         if self._residual is not None:
             lacking.add_(self._residual)
-        self._drift = self._residual = None
         return lacking.mul_(SHARE_MADE_UP / self._rows)
 
 
@@ -117,15 +128,15 @@ def round_to_nearest(weight: Tensor, grid: Grid, *, importance: Tensor | None = 
     order = _stored_order(importance, grid)
     group_of = _group_of(weight.shape[1], grid, order).to(weight.device)
     scales, zeros = _search(weight, importance, grid, order)
-    codes = _nearest(weight, scales[:, group_of], zeros[:, group_of])
+    codes = _nearest(weight, scales[:, group_of], zeros[:, group_of], grid)
     return _packed(codes, scales, zeros, grid, None if order is None else group_of)
 
 
 def solve(weight: Tensor, hessian: Tensor, grid: Grid, *, shortfall: Tensor | None = None) -> Solution:
-    """The 4-bit matrix whose outputs differ least from those of `weight` [N, K] under `hessian` [K, K].
+    """The packed matrix whose outputs differ least from those of `weight` [N, K] under `hessian` [K, K].
 
     With a `shortfall` [N, K] (see InputMoments) the outputs aimed at are larger by it. Columns are taken in the order
-    of their inputs' size. The hessian is changed in place.
+    of their inputs' size. The hessian is changed in place, and may then serve other rows; rows do not see each other.
     Raises SpecqError when it is not finite, or not positive definite even with the largest damping.
     """
     weight = weight.float()
@@ -144,7 +155,7 @@ def solve(weight: Tensor, hessian: Tensor, grid: Grid, *, shortfall: Tensor | No
         weight = weight.clone()
         weight[:, order] += shortfall[:, order] @ inverse.T @ inverse
     scales, zeros = _search(weight, importance, grid, stored)
-    codes = _descend_columns(weight, inverse, scales, zeros, group_of, order)
+    codes = _descend_columns(weight, inverse, scales, zeros, group_of, order, grid)
     packed = _packed(codes, scales, zeros, grid, None if stored is None else group_of)
     del inverse
     difference = weight - packed.dequantize()
@@ -185,9 +196,10 @@ def _search(weight: Tensor, importance: Tensor | None, grid: Grid, order: Tensor
     groups = torch.nn.functional.pad(weight, (0, padding)).view(rows, -1, size)
     weighed = torch.nn.functional.pad(weighed, (0, padding)).view(-1, size)
     best = torch.full(groups.shape[:2], torch.inf, device=weight.device)
-    scales, zeros = torch.full_like(best, LEAST_SCALE), torch.full_like(best, SYMMETRIC_ZERO)
+    scales, zeros = torch.full_like(best, LEAST_SCALE), torch.full_like(best, grid.middle)
     for scale, zero in _candidates(groups, grid):
-        restored = _nearest(groups, scale[..., None], zero[..., None]).sub_(zero[..., None]).mul_(scale[..., None])
+        scale_of, zero_of = scale[..., None], zero[..., None]
+        restored = _nearest(groups, scale_of, zero_of, grid).sub_(zero_of).mul_(scale_of)
         error = restored.sub_(groups).square_().mul_(weighed).sum(-1)
         is_better = error < best
         best = torch.where(is_better, error, best)
@@ -197,10 +209,10 @@ def _search(weight: Tensor, importance: Tensor | None, grid: Grid, order: Tensor
 
 def _candidates(groups: Tensor, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of scale and zero [N, G] to try for groups [N, G, size]."""
-    shares = torch.linspace(LARGEST, SMALLEST, CANDIDATES).tolist()
+    shares = torch.linspace(LARGEST, SMALLEST[grid.bits], CANDIDATES[grid.bits]).tolist()
     if grid.is_symmetric:
-        zero = torch.full(groups.shape[:2], float(SYMMETRIC_ZERO), device=groups.device)
-        reach = groups.abs().amax(-1) / 7.5
+        zero = torch.full(groups.shape[:2], float(grid.middle), device=groups.device)
+        reach = groups.abs().amax(-1) / (grid.middle - 0.5)
         for share in shares:
             scale = _rounded(reach * share)
             yield scale, zero
@@ -208,9 +220,9 @@ def _candidates(groups: Tensor, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
         return
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     for share in shares:
-        scale = _rounded((high - low) / 15 * share)
+        scale = _rounded((high - low) / grid.largest * share)
         # Zeros of 0 and 16 are left out: version 1 of the format cannot hold the first, readers disagree on the other.
-        yield scale, (-low * share / scale).round().clamp(1, 15)
+        yield scale, (-low * share / scale).round().clamp(1, grid.largest)
 
 
 def _rounded(scale: Tensor) -> Tensor:
@@ -218,9 +230,9 @@ def _rounded(scale: Tensor) -> Tensor:
     return scale.half().float().clamp(min=LEAST_SCALE)
 
 
-def _nearest(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The code 0..15 nearest to each number, as fp32."""
-    return (weight / scale).round_().add_(zero).clamp_(0, 15)
+def _nearest(weight: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Tensor:
+    """The code nearest to each number, as fp32."""
+    return (weight / scale).round_().add_(zero).clamp_(0, grid.largest)
 
 
 def _inverse_factor(hessian: Tensor, order: Tensor) -> tuple[Tensor, float]:
@@ -255,7 +267,7 @@ def _identity(square: Tensor) -> Tensor:
 
 
 def _descend_columns(
-    weight: Tensor, inverse: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor, order: Tensor
+    weight: Tensor, inverse: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor, order: Tensor, grid: Grid
 ) -> Tensor:
     """Codes [N, K] as fp32: each column's rounding error is spread over the columns after it in `order`."""
     left = weight.T[order].contiguous()  # [K, N], what each column should still become
@@ -270,7 +282,7 @@ def _descend_columns(
         shares = (coupling / coupling.diagonal()[:, None]).contiguous()
         for i in range(end - start):
             scale, zero = scale_rows[groups[start + i]], zero_rows[groups[start + i]]
-            code = _nearest(block[i], scale, zero)
+            code = _nearest(block[i], scale, zero, grid)
             codes[start + i] = code
             errors[i] = block[i] - (code - zero) * scale
             block[i + 1 :].addr_(shares[i, i + 1 :], errors[i], alpha=-1)
@@ -283,9 +295,10 @@ def _descend_columns(
 def _packed(codes: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, group_of: Tensor | None) -> PackedWeight:
     columns = codes.shape[1]
     return PackedWeight(
-        codes=pack_nibbles(codes.to(torch.uint8)),
+        codes=pack_codes(codes.to(torch.uint8), grid.bits),
         scales=scales.half(),
         zeros=None if grid.is_symmetric else zeros.to(torch.uint8),
         group_size=columns if grid.group_size == -1 else min(grid.group_size, columns),
         g_idx=None if group_of is None else group_of.to(torch.int32),
+        bits=grid.bits,
     )

@@ -63,3 +63,28 @@ def test_matrices_left_in_16_bits_are_not_rounded() -> None:
     scores = evaluate(spec, weights, weights, TOKENS, plan=plan, device="cpu")
     assert scores[RESULT].kl == 0
     assert scores[ROUNDED].kl > 0
+
+
+def test_a_packed_head_is_read_from_the_result_and_rounded_for_comparison() -> None:
+    config = tiny_config(intermediate_size=192, tie_word_embeddings=True)
+    spec = ModelSpec.from_config(config)
+    weights = random_weights(config)
+    head = 0.7 * weights["model.embed_tokens.weight"]
+    written = {**weights, "lm_head.weight": head}
+    plan = plan_quantization(spec, Settings(head_bits=4))
+    scores = evaluate(spec, WeightsInMemory(weights), WeightsInMemory(written), TOKENS, plan=plan, device="cpu")
+    untied = tiny_config(intermediate_size=192)
+    rounded = round_to_nearest(weights["model.embed_tokens.weight"], Grid(64)).dequantize()
+    expected = log_probabilities(tiny_model(config, weights=weights))
+    for name, table in ((RESULT, head), (ROUNDED, rounded)):
+        tensors = {**weights, "lm_head.weight": table}
+        if name == ROUNDED:
+            tensors |= {
+                name: round_to_nearest(weight, Grid(64)).dequantize()
+                for name, weight in weights.items()
+                if "_proj" in name
+            }
+        found = log_probabilities(tiny_model(untied, weights=tensors))
+        kl = float((expected.exp() * (expected - found)).sum(-1).mean())
+        assert scores[name].kl == pytest.approx(kl, abs=1e-4)
+        assert kl > 1e-3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from factories import tiny_config
@@ -10,6 +10,7 @@ from factories import tiny_config
 from specq.checkpoint import ModelSpec
 from specq.compress.plan import Plan, Settings, peak_bytes, plan_quantization
 from specq.errors import UnsupportedError, UsageError
+from specq.quant.gptq import Grid
 
 
 def plan_of(settings: Settings | None = None, **changes: Any) -> Plan:
@@ -77,9 +78,42 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         plan_of(Settings(group_size=-1, stored_order=True))
 
 
-def test_a_model_in_4_bits_is_refused() -> None:
-    with pytest.raises(UsageError, match="already in 4 bits"):
-        plan_of(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_model_is_refused(bits: int) -> None:
+    with pytest.raises(UsageError, match=f"already in {bits} bits"):
+        plan_of(quantization_config={"quant_method": "gptq", "bits": bits, "group_size": 32})
+
+
+def test_the_head_stays_as_it_is_unless_asked() -> None:
+    plan = plan_of(intermediate_size=192)
+    assert plan.head is None
+    assert not plan.packs_head
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_head_has_the_models_groups_and_says_who_reads_it(bits: Literal[4, 8]) -> None:
+    plan = plan_of(Settings(head_bits=bits), intermediate_size=192)
+    assert plan.head is not None
+    assert plan.head.grid == Grid(64, bits=bits)
+    assert plan.packs_head
+    (warning,) = plan.warnings
+    assert "transformers" in warning
+    assert not plan_of(Settings(head_bits=bits, format="compressed-tensors"), intermediate_size=192).warnings
+
+
+def test_a_tied_head_is_said_to_be_copied() -> None:
+    plan = plan_of(Settings(head_bits=8), intermediate_size=192, tie_word_embeddings=True)
+    assert any("stays in 16 bits" in warning for warning in plan.warnings)
+
+
+def test_a_head_that_cannot_be_packed_stays_in_16_bits_with_the_reason() -> None:
+    plan = plan_of(Settings(head_bits=4), intermediate_size=192, vocab_size=323)
+    assert plan.head is not None
+    assert not plan.packs_head
+    assert any("`lm_head` (323 outputs, no multiple of 8" in warning for warning in plan.warnings)
+    assert plan_of(Settings(head_bits=8), intermediate_size=192, vocab_size=324).packs_head
+    with pytest.raises(UnsupportedError, match="lm_head"):
+        plan_of(Settings(head_bits=4, strict_shapes=True), intermediate_size=192, vocab_size=323)
 
 
 def test_a_layer_of_a_70b_model_fits_a_24_gb_card() -> None:

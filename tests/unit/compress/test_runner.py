@@ -138,6 +138,70 @@ def test_tied_embeddings_are_stored_once(run: Run, tmp_path: Path) -> None:
     assert logits(report.output).shape == logits(folder).shape
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"head_bits": 8},
+        {"head_bits": 4},
+        {"head_bits": 8, "method": "rtn"},
+        {"head_bits": 8, "group_size": -1, "symmetric": False},
+        {"head_bits": 8, "stored_order": True},
+        {"head_bits": 8, "format": "compressed-tensors"},
+        {"head_bits": 4, "format": "compressed-tensors"},
+    ],
+    ids=str,
+)
+def test_a_head_is_quantized_when_asked(run: Run, tmp_path: Path, settings: dict, is_tied: bool) -> None:
+    config = tiny_config(intermediate_size=192, tie_word_embeddings=is_tied)
+    folder = write_model(tmp_path / "model", config, dtype=torch.bfloat16)
+    report = run(folder, **settings)
+    matrix, bits = report.matrices[-1], settings["head_bits"]
+    assert (matrix.name, matrix.bits, matrix.rows, matrix.columns) == ("lm_head", bits, 320, 64)
+    tensors = stored(report.output)
+    assert "lm_head.weight" not in tensors
+    assert sum(part.nbytes for name, part in tensors.items() if name.startswith("lm_head")) == matrix.num_bytes
+    original = load_file(folder / "model.safetensors")
+    embedding = original["model.embed_tokens.weight"]
+    assert torch.equal(tensors["model.embed_tokens.weight"], embedding)
+    written = read_config(report.output)
+    assert written["tie_word_embeddings"] is False
+    head = (embedding if is_tied else original["lm_head.weight"]).float()
+    found = open_weights(report.output, ModelSpec.from_config(written)).tensor("lm_head.weight")
+    # GPTQ also moves the head towards what the layers before it lost.
+    limit = 0.05 if bits == 4 else 1e-4 if settings.get("method") == "rtn" else 3e-3
+    assert (found - head).square().mean() < limit * head.square().mean()
+    reference = logits(folder)
+    assert (logits(report.output) - reference).abs().mean() < 0.5 * reference.abs().mean()
+    assert f"The head is in {bits} bits" in (report.output / "README.md").read_text()
+
+
+def test_the_config_names_the_heads_bits_as_readers_expect(run: Run, source: Path) -> None:
+    eight = json.loads((run(source, "eight", head_bits=8).output / "config.json").read_text())["quantization_config"]
+    assert eight["lm_head"] is True
+    assert eight["bits"] == 4
+    assert eight["dynamic"] == {"lm_head": {"bits": 8, "group_size": 64, "sym": True, "desc_act": False}}
+    four = json.loads((run(source, "four", head_bits=4).output / "config.json").read_text())["quantization_config"]
+    assert four["lm_head"] is True
+    assert "dynamic" not in four
+    form = {"format": "compressed-tensors"}
+    config = json.loads((run(source, "ct", head_bits=8, **form).output / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    assert [groups[key]["weights"]["num_bits"] for key in groups] == [4, 8]
+    assert groups["group_1"]["targets"] == ["re:.*lm_head$"]
+    assert config["quantization_config"]["ignore"] == []
+
+
+def test_a_head_that_cannot_be_packed_leaves_the_model_tied(run: Run, tmp_path: Path) -> None:
+    config = tiny_config(intermediate_size=192, tie_word_embeddings=True, vocab_size=323)
+    report = run(write_model(tmp_path / "odd", config), head_bits=4)
+    assert not any(name.startswith("lm_head") for name in stored(report.output))
+    assert read_config(report.output)["tie_word_embeddings"] is True
+    head = report.matrices[-1]
+    assert (head.name, head.bits, head.group_size, head.num_bytes) == ("lm_head", 16, None, 0)
+    assert "323 outputs" in head.remark
+
+
 def test_odd_shapes_are_written_and_read(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for intermediate, kept in ((176, False), (100, True)):
         folder = write_model(tmp_path / f"odd{intermediate}", tiny_config(intermediate_size=intermediate))
@@ -180,16 +244,26 @@ def stop_at(text: str) -> Callable[[str], None]:
     return hear
 
 
-@pytest.mark.parametrize("where", ["layer 2 of 2, o", "layer 2 of 2, down", "writing", "evaluating, layer 2"])
-def test_a_stopped_run_resumes_to_the_same_bits(run: Run, source: Path, where: str) -> None:
-    whole = run(source, "whole")
+@pytest.mark.parametrize(
+    ("where", "done"),
+    [
+        ("layer 2 of 2, o", 1),
+        ("layer 2 of 2, down", 1),
+        ("head, rows 0", 2),
+        ("writing", 3),
+        ("evaluating, layer 2", 3),
+    ],
+)
+def test_a_stopped_run_resumes_to_the_same_bits(run: Run, source: Path, where: str, done: int) -> None:
+    settings = {"head_bits": 8}
+    whole = run(source, "whole", **settings)
     with pytest.raises(Stop):
-        run(source, on_progress=stop_at(where))
+        run(source, on_progress=stop_at(where), **settings)
     assert not (source.parent / "out").exists()
     said: list[str] = []
-    resumed = run(source, on_progress=said.append)
+    resumed = run(source, on_progress=said.append, **settings)
     assert digest(resumed.output) == digest(whole.output)
-    assert resumed.resumed_layers == (2 if where.startswith(("writing", "eval")) else 1)
+    assert resumed.resumed_layers == done
     assert not any(line.startswith("layer 1 of 2,") for line in said)
     assert [matrix.error for matrix in resumed.matrices] == [matrix.error for matrix in whole.matrices]
 
