@@ -58,11 +58,14 @@ class IntermediateSection(ModelRef):
 class DrafterSection(_Section):
     """The target's EAGLE head, and the tree that a head drafts (for whichever model verifies it).
 
-    `nodes` are the rows the verifier runs, root included; `depth` is in levels.
+    `nodes` are the rows the verifier runs, root included; `depth` is in levels. `head_bits` is the precision of the
+    output head that drafts: 8 and 4 make a copy of the target's for that; unset is what the EAGLE head's manifest says,
+    else 16, the target's own. The target's decision never uses the copy.
     """
 
     model: str | None = None
     revision: str | None = None
+    head_bits: Literal[4, 8, 16] | None = None
     nodes: int = Field(default=30, ge=2, le=64)
     depth: int = Field(default=5, ge=1, le=32)
     top_k: int = Field(default=10, ge=1, le=64)
@@ -117,8 +120,9 @@ class DistillSection(_Section):
 
     `prompts` and `eval_prompts` are "bundled" or files; without the latter `held_out` prompts are kept from the former.
     `minutes` ends training before `steps` do. `unroll` levels are drafted in training, each weighing `unroll_decay` of
-    the one before. `start`, for a head only, is a head's folder whose weights training begins with; `layers`, for an
-    intermediate only, are those kept of the target.
+    the one before. For a head only: `start`, a head's folder whose weights training begins with, and `bits`, 4 to store
+    its matrices so. For an intermediate only: `layers`, how many are kept of the target, and `share_embeddings`, which
+    leaves embedding, output head and tokenizer to the target.
     """
 
     prompts: str = "bundled"
@@ -140,7 +144,9 @@ class DistillSection(_Section):
     noise: float = Field(default=0.1, ge=0.0)
     trim_vocab: int | None = Field(default=None, ge=1)
     start: str | None = None
+    bits: Literal[4, 16] = 16
     layers: int | None = Field(default=None, ge=1)
+    share_embeddings: bool = False
     eval_tokens: int = Field(default=128, ge=8)
     seed: int = Field(default=0, ge=0, lt=2**32)
 

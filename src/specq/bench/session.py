@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,12 @@ from specq.bench.sweep import Row, choose_pipelines, make_rows, split_names
 from specq.bench.transformers_baseline import TransformersModel
 from specq.errors import UsageError
 from specq.hub import resolve_model
-from specq.models.loader import check_memory
+from specq.models.loader import check_memory, model_spec
+from specq.models.shared import read_shared
 from specq.recipe import Recipe, Sampling
 from specq.spec.decision import Decision, ProfileKey
 from specq.spec.load import choose_device, load_pipeline, model_refs
+from specq.spec.pipelines import PIPELINES
 from specq.spec.session import Pipeline
 
 Say = Callable[[str], None]
@@ -114,6 +116,7 @@ def open_models(
         dtype=loading.dtype,
         threads=loading.threads,
         offline=loading.offline,
+        also=_needs(row.pipeline for row in plan.rows) | _needs([decision.pipeline] if decision else []),
         on_progress=say,
     )
     rows = [
@@ -121,6 +124,11 @@ def open_models(
         for row, recipe in zip(plan.rows, recipes, strict=True)
     ]
     return pipeline, rows
+
+
+def _needs(pipelines: Iterable[str]) -> set[str]:
+    """The parts that these pipelines cannot do without."""
+    return {role for name in pipelines if name in PIPELINES for role in PIPELINES[name].needs}
 
 
 def target_path(recipe: Recipe, loading: Loading) -> Path:
@@ -140,10 +148,11 @@ def transformers_contestants(
     device = pipeline.target.device
     paths = [target_path(plan.recipe, loading)]
     specs = [pipeline.target.spec]
-    if pipeline.parts.intermediate is not None and plan.recipe.intermediate is not None:
-        ref = plan.recipe.intermediate
-        paths.append(resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path)
-        specs.append(pipeline.parts.intermediate.model.spec)
+    if (ref := plan.recipe.intermediate) is not None:
+        path = resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path
+        if read_shared(path) is None:  # without its embedding it is no model to transformers
+            paths.append(path)
+            specs.append(model_spec(path))
     contestants: list[TransformersContestant] = []
     for dtype in transformers_dtypes(device):
         name = str(dtype).removeprefix("torch.")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
-from types import SimpleNamespace
-from typing import cast
 
 from specq.errors import UnsupportedError, UsageError
-from specq.spec.pipelines import PIPELINES, Parts
+from specq.spec.pipelines import PIPELINES
 
 TREE = ("drafter.nodes", "drafter.depth", "drafter.top_k", "drafter.noise_scale")
 
@@ -95,7 +93,7 @@ def choose_pipelines(asked: Sequence[str] | None, parts: Iterable[str]) -> list[
     if not names:
         return [name for name, kind in PIPELINES.items() if set(kind.needs) <= have]
     for name in names:
-        if name != "auto" and (reason := missing_parts(name, have)):
+        if name != "auto" and (reason := PIPELINES[name].missing(have)):
             raise UnsupportedError(f"pipeline `{name}` cannot run: it {reason}")
     return names
 
@@ -107,12 +105,3 @@ def split_names(asked: Sequence[str] | None) -> list[str]:
     if unknown is not None:
         raise UsageError(f"there is no pipeline `{unknown}`", hint=f"choose among {', '.join(SETTINGS)}")
     return list(dict.fromkeys(names))
-
-
-def missing_parts(name: str, parts: Iterable[str]) -> str | None:
-    """The reason why the pipeline cannot run with these parts, or None."""
-    roles = [field.name for field in fields(Parts)]
-    have = set(parts)
-    return PIPELINES[name].missing(
-        cast(Parts, SimpleNamespace(**{role: role if role in have else None for role in roles}))
-    )

@@ -48,6 +48,20 @@ def distill(
     trim_vocab: Annotated[
         int | None, _setting("--trim-vocab", "N", "For a head: draft only the N ids the target writes most.", min=1)
     ] = None,
+    bits: Annotated[
+        int | None, _setting("--bits", "16|4", "For a head: how its matrices are stored; default 16.")
+    ] = None,
+    head_bits: Annotated[
+        int | None,
+        _setting("--head-bits", "16|8|4", "For a head: precision of the copy of the output head that it drafts with."),
+    ] = None,
+    share_embeddings: Annotated[
+        bool,
+        typer.Option(
+            "--share-embeddings",
+            help="For an intermediate: leave embedding, output head and tokenizer to the target, which lends them.",
+        ),
+    ] = False,
     start: Annotated[
         str | None, _setting("--from", "HEAD", "For a head: begin with the weights of this one instead of random ones.")
     ] = None,
@@ -83,6 +97,9 @@ def distill(
             "distill.steps": steps,
             "distill.trim_vocab": trim_vocab,
             "distill.start": start,
+            "distill.bits": bits,
+            "distill.share_embeddings": share_embeddings or None,
+            "drafter.head_bits": head_bits,
             "target.revision": revision,
         }
         recipe = resolve(model, overrides=[*(set or []), *assignments(flags)])

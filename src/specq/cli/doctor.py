@@ -8,9 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -196,13 +194,12 @@ def _needs(refs: Mapping[str, ModelRef], models: Models, context: int, *, device
 def _pipelines(recipe: Recipe, models: Models) -> dict[str, str | None]:
     """Every pipeline; None, or what it needs and the recipe does not name, or why what that names does not fit."""
     from specq.spec.load import model_refs
-    from specq.spec.pipelines import PIPELINES, Parts
+    from specq.spec.pipelines import PIPELINES
 
     reasons = {}
     for name, kind in PIPELINES.items():
         refs = model_refs(recipe, name)
-        named: Any = SimpleNamespace(**{field.name: refs.get(field.name) for field in fields(Parts)})
-        reasons[name] = kind.missing(named) or _misfit(refs, kind.needs, models)
+        reasons[name] = kind.missing(refs) or _misfit(refs, kind.needs, models)
     return reasons
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specq.checkpoint import ModelSpec
-from specq.errors import UnsupportedError
 from specq.models.cache import KVCache
 from specq.models.layers import FOLDED_NODES, AttentionView, DecoderLayer, attention_view, frozen
 from specq.models.rope import RopeTable
@@ -136,14 +135,13 @@ class CausalLM(nn.Module):
         """Embedding rows [nodes, hidden] of int tokens [nodes], in the dtype of activations."""
         return F.embedding(tokens, self.embedding).to(self.dtype)
 
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """Rows [ids, hidden] of the output head, for a drafter that knows these ids only.
-
-        Raises UnsupportedError when the head is not kept dense.
-        """
-        if not isinstance(self.head, DenseLinear):
-            raise UnsupportedError("a trimmed vocabulary cannot be cut from a quantized head")
-        return self.head.weight[ids]
+    def head_rows(self, ids: Tensor | None) -> Tensor:
+        """Rows [ids, hidden] of the output head (None: all of them), for a copy that only drafts."""
+        if isinstance(self.head, DenseLinear):
+            return self.head.weight.data if ids is None else self.head.weight[ids]
+        # A packed head is read off what it does to the unit vectors.
+        rows = self.head(torch.eye(self.spec.hidden, dtype=self.dtype, device=self.device), "a16").T
+        return rows.contiguous() if ids is None else rows[ids]
 
     def logits(self, hidden: Tensor, *, act: str = "a16") -> Tensor:
         """The head's logits [rows, vocab] of final hidden states [rows, hidden], in fp32 (fp64 from fp64)."""

@@ -62,16 +62,18 @@ class EagleHead(nn.Module):
         norms: Mapping[str, Tensor] | None = None,
         output: nn.Module | None = None,
         target_ids: Tensor | None = None,
+        head_bits: int = 16,
     ) -> None:
         """`norms` (embedding, feature, output) are an EAGLE-3 head's own; `output` replaces the target's output head.
 
         `target_ids` int64 [vocab] are the target's ids of a trimmed `output`; without it they are the same.
+        `head_bits` says in how many bits the output head is that drafts.
         """
         super().__init__()
-        self.spec = spec
+        self.spec, self.head_bits = spec, head_bits
         self._target = [target]  # in a list, so that the target's weights are not this module's
         self.fc, self.layer, self.output = fc, layer, output
-        self._rope = rope
+        self.rope = rope
         self.embedding = None if embedding is None else frozen(embedding)
         self.norms = nn.ParameterDict({name: frozen(norm) for name, norm in (norms or {}).items()})
         self.target_ids: Tensor | None
@@ -82,9 +84,24 @@ class EagleHead(nn.Module):
         """The model this head drafts for."""
         return self._target[0]
 
+    def with_output(self, output: nn.Module | None, *, head_bits: int) -> EagleHead:
+        """The same head, its weights shared, that drafts with another output head."""
+        return EagleHead(
+            self.spec,
+            self.target,
+            fc=self.fc,
+            layer=self.layer,
+            rope=self.rope,
+            embedding=self.embedding,
+            norms=dict(self.norms),
+            output=output,
+            target_ids=self.target_ids,
+            head_bits=head_bits,
+        )
+
     def new_cache(self, max_len: int) -> KVCache:
         """An empty cache of `max_len` rows."""
-        self._rope.grow(max_len)
+        self.rope.grow(max_len)
         return KVCache(
             (1, self.spec.kv_heads, max_len, self.spec.head_dim),
             feature_layers=None,
@@ -108,7 +125,7 @@ class EagleHead(nn.Module):
         if end > cache.max_len:
             raise ValueError(f"nodes: {count} nodes after {base} rows do not fit a cache of {cache.max_len}")
         positions = nodes.depths().long() + base
-        rope = self._rope.cos[positions[start:], None], self._rope.sin[positions[start:], None]
+        rope = self.rope.cos[positions[start:], None], self.rope.sin[positions[start:], None]
         x, attention_input = self._layer_input(nodes.tokens[start:], states)
         slots = cache.k[0, :, base + start : end], cache.v[0, :, base + start : end]
         seen = cache.k[:1, :, :end], cache.v[:1, :, :end]
@@ -135,6 +152,10 @@ class EagleHead(nn.Module):
             return self.target.logits(states)
         own: Tensor = self.output(states)
         own = own.to(torch.promote_types(own.dtype, torch.float32))
+        return self.spread(own)
+
+    def spread(self, own: Tensor) -> Tensor:
+        """Logits [rows, target's vocab] of those over the head's own ids; -inf outside a trimmed vocabulary."""
         if self.target_ids is None:
             return own
         return own.new_full((own.shape[0], self.target.spec.vocab), -torch.inf).index_copy_(1, self.target_ids, own)

@@ -22,7 +22,7 @@ from specq.models.eagle_writer import stored_head_bits
 from specq.models.layers import DecoderLayer, SideBySide
 from specq.models.loader import INT4_HIDDEN, fuse_rows, runs_kernels
 from specq.models.rope import RopeTable
-from specq.quant.draft_head import has_int8_product, make_draft_head
+from specq.quant.draft_head import draft_head_bits, make_draft_head
 from specq.quant.linear import int4_group, make_linear
 from specq.quant.packed import PackedWeight
 from specq.tensors import FolderWeights
@@ -132,6 +132,12 @@ class HeadFiles:
             return self.shape(OUTPUT)[0]
         # Without a trimmed vocabulary the target's own head is used, padding and all.
         return len(self.integers("d2t")) if self.has("d2t") else int(self.config["vocab_size"])
+
+    def copied_bytes(self, target: ModelSpec, head_bits: int | None = None) -> int:
+        """What a copy of the output head in fewer bits takes in memory, 0 where the target's own drafts."""
+        bits = self.head_bits if head_bits is None else head_bits
+        rows = self.draft_vocab if self.has("d2t") or self.has(OUTPUT) else target.vocab
+        return 0 if bits == 16 else rows * self.hidden * bits // 8
 
     @property
     def rope(self) -> RopeSpec:
@@ -250,6 +256,7 @@ class HeadFiles:
 def build_head(files: HeadFiles, target: CausalLM, *, head_bits: int | None = None) -> EagleHead:
     """The head of these files, which were found to fit the target; `head_bits` as in `load_head`."""
     spec = files.spec(target.spec.layers)
+    bits = usable_bits(files.head_bits if head_bits is None else head_bits, target)
 
     def vector(name: str) -> Tensor:
         return files.tensor(name).to(target.device, target.dtype)
@@ -287,9 +294,24 @@ def build_head(files: HeadFiles, target: CausalLM, *, head_bits: int | None = No
         rope=RopeTable(files.rope, spec.head_dim, dtype=target.dtype, device=target.device),
         embedding=_own_embedding(files, target),
         norms={key: vector(name) for key, name in EAGLE3_NORMS.items()} if files.is_eagle3 else None,
-        output=_output(files, target, target_ids, files.head_bits if head_bits is None else head_bits),
+        output=_output(files, target, target_ids, bits),
         target_ids=target_ids,
+        head_bits=bits,
     )
+
+
+def redraft(head: EagleHead, files: HeadFiles, *, head_bits: int) -> EagleHead:
+    """The head of these files drafting with an output head of other bits; all else is shared with `head`."""
+    bits = usable_bits(head_bits, head.target)
+    return head.with_output(_output(files, head.target, head.target_ids, bits), head_bits=bits)
+
+
+def usable_bits(bits: int, target: CausalLM) -> int:
+    """The bits a draft head of this target can have: 16, said in one line, where no product takes fewer."""
+    if bits in draft_head_bits(target.device, target.dtype):
+        return bits
+    log.warning(f"a draft head of {bits} bits has no product on `{target.device.type}` yet: it stays in 16")
+    return 16
 
 
 def _own_embedding(files: HeadFiles, target: CausalLM) -> Tensor | None:
@@ -319,9 +341,6 @@ def head_linear(weight: Tensor | PackedWeight, bias: Tensor | None, target: Caus
 
 def _output(files: HeadFiles, target: CausalLM, target_ids: Tensor | None, bits: int) -> nn.Module | None:
     """The output product that drafts, in 4 or 8 `bits` a copy of its own; None where the target's serves."""
-    if bits == 8 and not has_int8_product(target.device):
-        log.warning(f"a draft head of 8 bits has no product on `{target.device.type}` yet: it stays in 16")
-        bits = 16
     own = files.linear("lm_head") if files.has(OUTPUT) else None
     if bits == 16 and own is not None:
         return head_linear(own, None, target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from specq.checkpoint import ModelSpec
 from specq.errors import UnsupportedError, UsageError
@@ -42,13 +42,15 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_tensors(spec: ModelSpec, source: WeightSource) -> None:
+def check_tensors(spec: ModelSpec, source: WeightSource, *, lent: Collection[str] = ()) -> None:
     """Raise unless the source holds the tensors of `expected_tensors` in their shapes, and no others of weight.
 
+    Those that are `lent` by another model are not asked for, and refused like any other that should not be there.
     Frequencies saved with old checkpoints, a head beside a tied embedding and zero biases written by old
     quantizers are passed over: they do not change what the model computes.
     """
-    expected, names = expected_tensors(spec), source.names()
+    expected = {name: shape for name, shape in expected_tensors(spec).items() if name not in lent}
+    names = source.names()
     missing = [name for name in expected if name not in names]
     if missing:
         raise UsageError(

@@ -16,6 +16,17 @@ from specq.models.causal_lm import CausalLM
 from specq.models.inventory import EMBEDDING, HEAD, NORM, check_tensors, expected_tensors
 from specq.models.layers import DecoderLayer, SideBySide
 from specq.models.memory import MemoryEstimate, estimate_bytes, free_bytes, require_memory
+from specq.models.shared import (
+    LENDABLE,
+    LentWeights,
+    SharedEmbeddings,
+    describe_lender,
+    lent_names,
+    read_shared,
+    require_lender,
+    require_same_rows,
+    without_lender,
+)
 from specq.quant.kernel_choice import VARIABLE, asks_for_kernels, why_no_kernels
 from specq.quant.linear import RescoredLinear, has_fast_bfloat16, int4_group, make_linear
 from specq.quant.packed import PackedWeight, concat_rows
@@ -34,15 +45,20 @@ DTYPES = {
 }
 
 
-def load_model(path: Path, *, device: str = "cpu", dtype: str = "auto") -> CausalLM:
+def load_model(path: Path, *, device: str = "cpu", dtype: str = "auto", lender: CausalLM | None = None) -> CausalLM:
     """The model in a local folder or .gguf file, on `device`.
 
     `dtype` is that of activations, K and V; "auto" is float32 on a CPU and the checkpoint's 16-bit type on a GPU.
-    Raises UnsupportedError or UsageError before any weight is read when the model is not one specq runs or its
-    tensors are not those its config promises.
+    An intermediate saved without embedding and output head takes those of `lender`, and its dtype (shared.py).
+    Raises UnsupportedError or UsageError before any weight is read when the model is not one specq runs, its
+    tensors are not those its config promises, or it has no lender.
     """
-    spec = model_spec(path)
-    return build_model(spec, open_weights(path, spec), device=device, dtype=dtype)
+    spec, shared = model_spec(path), read_shared(path)
+    if shared is None:
+        return build_model(spec, open_weights(path, spec), device=device, dtype=dtype)
+    if lender is None:
+        raise without_lender(path, shared)
+    return build_model(spec, open_weights(path, spec), device=device, dtype=dtype, lender=lender)
 
 
 def model_spec(path: Path) -> ModelSpec:
@@ -56,10 +72,37 @@ def model_spec(path: Path) -> ModelSpec:
     return ModelSpec.from_config(read_config(path))
 
 
-def build_model(spec: ModelSpec, source: WeightSource, *, device: str = "cpu", dtype: str = "auto") -> CausalLM:
-    """The model of these weights; see `load_model`."""
-    check_tensors(spec, source)
-    builder = _Builder(spec, source, device, dtype)
+def open_sharing(path: Path, spec: ModelSpec, *, lender: Path, name: str) -> tuple[WeightSource, SharedEmbeddings]:
+    """(the weights in `path` with what the model `lender`, called `name`, lends; what that is).
+
+    A complete folder is taken for one that lacks what it shares: its own must be the lender's. Raises UnsupportedError
+    when they are not.
+    """
+    lender_spec = model_spec(lender)
+    own, theirs, shared = open_weights(path, spec), open_weights(lender, lender_spec), read_shared(path)
+    if shared is None:
+        shared = describe_lender(name, lender_spec, theirs, is_tied=spec.tie_embeddings)
+        require_lender(shared, own, name=path.name)
+    else:
+        require_lender(shared, theirs, name=name)
+    return LentWeights(own, theirs, frozenset(shared.tensors)), shared
+
+
+def build_model(
+    spec: ModelSpec,
+    source: WeightSource,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    lender: CausalLM | None = None,
+) -> CausalLM:
+    """The model of these weights, without embedding and head when there is a `lender`; see `load_model`."""
+    lent = frozenset[str]()
+    if lender is not None:
+        require_same_rows(spec, lender.spec)
+        lent = LENDABLE
+    check_tensors(spec, source, lent=lent)
+    builder = _Builder(spec, source, device, dtype, lender)
     model = builder.model()
     if builder.use_kernels:
         from specq.models.device_step import attach_device_step
@@ -77,12 +120,13 @@ def check_memory(
     """
     estimates = [estimate_memory(*model, device=device, dtype=dtype) for model in models]
     estimates.append(MemoryEstimate(weights=head_bytes, kv=0, activations=0))
-    require_memory(estimates, max(context for *_, context in models), device=device, free=free_bytes(device))
+    context = max((context for *_, context in models), default=0)
+    require_memory(estimates, context, device=device, free=free_bytes(device))
 
 
 def estimate_memory(spec: ModelSpec, path: Path, context: int, *, device: str, dtype: str) -> MemoryEstimate:
     """What the model of these weights takes on the device with a cache of `context` tokens."""
-    packed = frozenset[str]()
+    packed, lent = frozenset[str](), lent_names(path)
     if keeps_4_bits(spec, dtype=dtype, device=device) or runs_kernels(choose_dtype(dtype, spec, device), device):
         source = open_weights(path, spec)
         packed = frozenset(
@@ -90,7 +134,7 @@ def estimate_memory(spec: ModelSpec, path: Path, context: int, *, device: str, d
             for name, shape in expected_tensors(spec).items()
             if len(shape) == 2 and name != EMBEDDING and source.is_packed(name.removesuffix(".weight"))
         )
-    return estimate_bytes(spec, dtype=choose_dtype(dtype, spec, device), context=context, packed=packed)
+    return estimate_bytes(spec, dtype=choose_dtype(dtype, spec, device), context=context, packed=packed, lent=lent)
 
 
 def keeps_4_bits(spec: ModelSpec, *, dtype: str, device: str) -> bool:
@@ -129,16 +173,18 @@ def choose_dtype(name: str, spec: ModelSpec, device: str) -> torch.dtype:
 class _Builder:
     """Moves the source's tensors into modules, layer by layer."""
 
-    def __init__(self, spec: ModelSpec, source: WeightSource, device: str, dtype: str) -> None:
-        self.spec, self.source, self.device = spec, source, torch.device(device)
-        self.dtype = choose_dtype(dtype, spec, device)
+    def __init__(self, spec: ModelSpec, source: WeightSource, device: str, dtype: str, lender: CausalLM | None) -> None:
+        self.spec, self.source, self.device, self.lender = spec, source, torch.device(device), lender
+        self.dtype = choose_dtype(dtype, spec, device) if lender is None else lender.dtype
         self.use_kernels = runs_kernels(self.dtype, device)
         self.use_int4 = not self.use_kernels and keeps_4_bits(spec, dtype=dtype, device=device)
         # Beside int4 products, whose x is bf16, an fp32 head would be the slowest part.
         self.use_rescored_head = self.use_int4 and has_fast_bfloat16()
 
     def model(self) -> CausalLM:
-        if self.spec.tie_embeddings:
+        if self.lender is not None:
+            embedding, head = self.lender.embedding.data, self.lender.head
+        elif self.spec.tie_embeddings:
             kind = torch.bfloat16 if self.use_rescored_head else self.dtype
             embedding = self.source.tensor(EMBEDDING).to(self.device, kind)
             head = self._head(embedding)

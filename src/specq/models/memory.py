@@ -39,12 +39,22 @@ class MemoryEstimate:
 
 
 def estimate_bytes(
-    spec: ModelSpec, *, dtype: torch.dtype, context: int, packed: Collection[str] = ()
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    context: int,
+    packed: Collection[str] = (),
+    lent: Collection[str] = (),
 ) -> MemoryEstimate:
-    """What the model takes with a cache of `context` tokens, the matrices named in `packed` kept in 4 bits."""
+    """What the model takes with a cache of `context` tokens, the matrices named in `packed` kept in 4 bits.
+
+    Tensors that are `lent` by another model count there.
+    """
     group = 32 if spec.quantization is None else spec.quantization.group_size
     weights = 0
     for name, shape in expected_tensors(spec).items():
+        if name in lent:
+            continue
         count = math.prod(shape)
         if name in packed:
             groups = shape[0] * max(1, shape[1] // group if group > 0 else 1)

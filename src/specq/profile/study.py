@@ -89,7 +89,7 @@ def make_subject(request: Request, say: Callable[[str], None]) -> Subject:
         stop_ids=frozenset(),
         context=limit,
         encode=lambda room: _prompts(specs["target"].vocab, min(PROMPT_TOKENS[kind], room - 1)),
-        available={name: each.missing(parts) or _not_given(name, given) for name, each in PIPELINES.items()},
+        available={name: each.missing(parts.roles) or _not_given(name, given) for name, each in PIPELINES.items()},
         key=ProfileKey.of(digests, device=device, dtype=request.dtype),
         environment=describe_environment(device) | {"models": names},
         load_dense=lambda context: _dense(configs["target"], device=device, dtype=request.dtype, context=context),

@@ -15,6 +15,7 @@ from specq.profile.dense import load_dense
 from specq.recipe import Recipe, Sampling
 from specq.spec.decision import ProfileKey, with_settings
 from specq.spec.load import load_pipeline
+from specq.spec.parts import DRAFTING_ROLES
 from specq.spec.pipelines import Parts
 from specq.spec.sampling import Sampler
 from specq.spec.tree import MAX_NODES
@@ -91,6 +92,7 @@ def load_subject(request: Request, say: Callable[[str], None]) -> Subject:
         dtype=request.dtype,
         threads=request.threads,
         offline=request.offline,
+        also=DRAFTING_ROLES,
         on_progress=say,
     )
     device, target = pipeline.target.device, pipeline.folders["target"]

@@ -43,6 +43,11 @@ def has_int8_product(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def draft_head_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """The bits a draft head may have there, 16 first."""
+    return (16, 8, 4) if has_int8_product(device) else (16, 4)
+
+
 class Int8Linear(nn.Module):
     """torch's int8 product on a CPU: bf16 x, one scale a row. Plain attributes, since `.to` must not move the codes."""
 

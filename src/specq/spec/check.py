@@ -13,6 +13,7 @@ from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError
 from specq.models.inventory import check_tensors
 from specq.models.loader import check_memory, model_spec
+from specq.models.shared import lent_names, read_shared, require_lender
 from specq.spec.check_head import CheckResult, check_head, failed, head_bytes, is_head
 from specq.tensors import open_weights
 from specq.tokenizer import Tokenizer
@@ -47,7 +48,9 @@ def _pair_tests(target: Path, drafter: Path) -> list[CheckResult]:
         return [
             CheckResult("target", "fail", "this is an EAGLE head; the model comes first, what drafts for it second")
         ]
-    target_tokenizer = _attempt(results, "target tokenizer", lambda: Tokenizer.load(target), _describe_tokenizer)
+    target_tokenizer = None
+    if not (whole[0] and _is_sharing(results, "target embeddings", target)):
+        target_tokenizer = _attempt(results, "target tokenizer", lambda: Tokenizer.load(target), _describe_tokenizer)
     try:
         drafter_is_head = is_head(drafter)
     except SpecqError as error:
@@ -59,7 +62,12 @@ def _pair_tests(target: Path, drafter: Path) -> list[CheckResult]:
         return results + of_head
     drafter_spec = _attempt(results, "drafter", lambda: model_spec(drafter), _describe_model)
     whole.append(_weights(results, "drafter weights", drafter_spec, drafter))
-    drafter_tokenizer = _attempt(results, "drafter tokenizer", lambda: Tokenizer.load(drafter), _describe_tokenizer)
+    drafter_tokenizer = None
+    if whole[1] and _is_sharing(results, "drafter embeddings", drafter):
+        if target_spec and whole[0]:
+            results[-1] = _lender(drafter, target_spec, target)
+    else:
+        drafter_tokenizer = _attempt(results, "drafter tokenizer", lambda: Tokenizer.load(drafter), _describe_tokenizer)
     if target_tokenizer and drafter_tokenizer:
         results += [
             _same_ids(target_tokenizer, drafter_tokenizer),
@@ -107,10 +115,29 @@ def _weights(results: list[CheckResult], name: str, spec: ModelSpec | None, path
 
     def read() -> int:
         source = open_weights(path, known)
-        check_tensors(known, source)
+        check_tensors(known, source, lent=lent_names(path))
         return source.bytes()
 
     return _attempt(results, name, read, lambda size: f"{size / 1e6:.0f} MB on disk") is not None
+
+
+def _is_sharing(results: list[CheckResult], name: str, folder: Path) -> bool:
+    """Whether a folder of sound weights leaves embedding, output head and tokenizer to another model; noted if so."""
+    shared = read_shared(folder)
+    if shared is not None:
+        results.append(CheckResult(name, "pass", f"those of `{shared.lender}`, with its output head and tokenizer"))
+    return shared is not None
+
+
+def _lender(drafter: Path, target: ModelSpec, path: Path) -> CheckResult:
+    """Whether the target is the model whose embedding, output head and tokenizer the drafter uses."""
+    shared = read_shared(drafter)
+    assert shared is not None
+    try:
+        require_lender(shared, open_weights(path, target), name=path.name)
+    except SpecqError as error:
+        return failed("drafter embeddings", error)
+    return CheckResult("drafter embeddings", "pass", "the target's, with its output head and tokenizer: loaded once")
 
 
 def _same_ids(target: Tokenizer, drafter: Tokenizer) -> CheckResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -13,25 +13,23 @@ from typing import Any
 import torch
 
 from specq.checkpoint import ModelSpec, read_generation_config
-from specq.errors import UnsupportedError, UsageError
+from specq.errors import UsageError
 from specq.hub import Snapshot, resolve_model
 from specq.models.causal_lm import CausalLM
-from specq.models.eagle_loader import HeadFiles, build_head
-from specq.models.loader import check_memory, load_model, model_spec
+from specq.models.loader import model_spec
+from specq.models.shared import read_shared, without_lender
 from specq.recipe import ModelRef, Recipe, Sampling, resolve
-from specq.spec.check import check_pair
-from specq.spec.check_head import head_bytes
 from specq.spec.decision import ProfileKey
-from specq.spec.pipelines import HeadSeat, Parts, Seat, tree_shape
+from specq.spec.parts import PartLoader, Space
+from specq.spec.pipelines import require_pipeline, tree_shape
 from specq.spec.session import Generation, Pipeline
-from specq.spec.tree import MAX_NODES, chain
+from specq.spec.tree import chain
 from specq.tokenizer import Tokenizer
 
 log = logging.getLogger("specq")
 
 DEFAULT_CONTEXT = 8192
 PROBE_STEPS = 3
-MODEL_ROLES = ("target", "intermediate")
 
 
 def load_pipeline(
@@ -43,11 +41,14 @@ def load_pipeline(
     context: int | None = None,
     threads: int | None = None,
     offline: bool | None = None,
+    also: Collection[str] = (),
     on_progress: Callable[[str], None] | None = None,
 ) -> Pipeline:
-    """The recipe's models, loaded and ready to decode. A string is whatever the command line takes as MODEL.
+    """The recipe's models, ready to decode. A string is whatever the command line takes as MODEL.
 
-    `context` is in tokens (default: the model's, at most 8192). `threads` is for CPUs; by default it is probed.
+    Loaded is what the pipeline needs, and the parts `also` as far as the recipe names them; the rest when another
+    pipeline is used. `context` is in tokens (default: the model's, at most 8192). `threads` is for CPUs; by default it
+    is probed.
     Raises a SpecqError of the fitting kind before any weight is read when something is missing or does not fit.
     """
     say = on_progress or (lambda text: None)
@@ -55,57 +56,41 @@ def load_pipeline(
     device = choose_device(device)
     wanted = pipeline or recipe.pipeline.name
     snapshots = {role: _snapshot(ref, offline, say) for role, ref in model_refs(recipe, wanted).items()}
-    models = {role: snapshot for role, snapshot in snapshots.items() if role in MODEL_ROLES}
-    specs = {role: model_spec(snapshot.path) for role, snapshot in models.items()}
-    heads = {role.removesuffix("_head"): HeadFiles(s.path) for role, s in snapshots.items() if role not in models}
-    if recipe.quantize is not None and specs["target"].quantization is None:
+    target = snapshots["target"].path
+    if (shared := read_shared(target)) is not None:
+        raise without_lender(target, shared)
+    spec = model_spec(target)
+    if recipe.quantize is not None and spec.quantization is None:
         raise UsageError(
             f"the recipe wants `{recipe.target.model}` in 4 bits, and it is in 16",
             hint="specq quantize RECIPE -o DIR, then --set target=DIR",
         )
-    if "intermediate" in models:
-        _require_fit(models["target"].path, models["intermediate"].path)
-    tokenizer = Tokenizer.load(models["target"].path)
-    for role, files in heads.items():
-        files.check_fit(specs[role], ids=tokenizer.size)
-    limit = choose_context(specs["target"], recipe.context if context is None else context)
+    tokenizer = Tokenizer.load(target)
+    limit = choose_context(spec, recipe.context if context is None else context)
     folders = {role: snapshot.path for role, snapshot in snapshots.items()}
     decision, undecided = ProfileKey.here(folders, device=device, dtype=dtype).find()
     # `/spec auto` may come later, so that there is room for its tree whatever runs first.
     scratch = max(tree_shape(each).scratch_rows for each in (recipe, decision.apply(recipe) if decision else recipe))
-    contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
-    check_memory(
-        [(spec, models[role].path, contexts[role]) for role, spec in specs.items()],
-        device=device,
-        dtype=dtype,
-        head_bytes=sum(head_bytes(folder) for role, folder in folders.items() if role not in models),
-    )
-    seats: dict[str, Seat | HeadSeat] = {}
-    for role, snapshot in models.items():
-        say(f"loading {role} {snapshot.repo_id or snapshot.path.name}")
-        model = load_model(snapshot.path, device=device, dtype=dtype)
-        head_files = heads.get(role)
-        # Slots past the context hold the draft nodes of the last rounds.
-        slots = contexts[role] + MAX_NODES
-        features = head_files.spec(specs[role].layers).features if head_files else None
-        seats[role] = Seat(model, model.new_cache(slots, features=features))
-        if head_files:
-            head = build_head(head_files, model)
-            seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + scratch))
-    parts = Parts(**seats)  # type: ignore[arg-type]
+    is_auto = wanted == "auto" and decision is not None
+    first = decision.pipeline if decision and is_auto else "plain" if wanted in ("auto", "off") else wanted
+    needs = require_pipeline(first, snapshots).needs
+    space = Space(device, dtype, limit, scratch)
+    loader = PartLoader(snapshots, tokenizer, space, head_bits=recipe.drafter.head_bits, say=say)
+    parts = loader.load(None, [*needs, *also])
+    loader.say = log.info  # what comes later comes alone
     if device == "cpu":
-        profiled = decision.threads if decision and wanted == "auto" else None
-        set_threads(parts.target.model, threads or profiled)
+        set_threads(parts.target.model, threads or (decision.threads if decision and is_auto else None))
     loaded = Pipeline(
         recipe=recipe,
         parts=parts,
         tokenizer=tokenizer,
         context=limit,
-        defaults=default_sampling(models["target"].path),
+        defaults=default_sampling(target),
         revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
         folders=folders,
         decision=decision,
         undecided=undecided,
+        loader=loader,
     )
     loaded.use(wanted)
     return loaded
@@ -218,13 +203,3 @@ def set_threads(model: CausalLM, threads: int | None) -> None:
 
 def _snapshot(ref: ModelRef, offline: bool | None, say: Callable[[str], None]) -> Snapshot:
     return resolve_model(ref.model, revision=ref.revision, offline=offline, progress=say)
-
-
-def _require_fit(target: Path, drafter: Path) -> None:
-    """Raise UnsupportedError naming the first test this pair does not pass."""
-    for result in check_pair(target, drafter, role="intermediate"):
-        if result.status == "fail":
-            raise UnsupportedError(
-                f"target and intermediate do not fit: {result.name}: {result.detail}",
-                hint="specq check TARGET DRAFTER shows every test",
-            )

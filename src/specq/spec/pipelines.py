@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from specq.errors import UnsupportedError, UsageError
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
+from specq.models.eagle_loader import HeadFiles, redraft
 from specq.recipe import Recipe
 from specq.spec.drafters import NoDrafter, PromptLookup, SequenceDrafter
 from specq.spec.eagle_tree import EagleTree, TreeShape
@@ -31,10 +33,23 @@ class Seat:
 
 @dataclass(frozen=True)
 class HeadSeat:
-    """An EAGLE head and the cache of its rows."""
+    """An EAGLE head and the cache of its rows; `files` are those it was loaded from.
+
+    `others` are the same head with draft heads of other bits, made when they are first asked for.
+    """
 
     head: EagleHead
     cache: KVCache
+    files: HeadFiles | None = None
+    others: dict[int, EagleHead] = field(default_factory=dict, compare=False)
+
+    def drafting_in(self, bits: int | None) -> EagleHead:
+        """The head that drafts with an output head of so many bits; None leaves it as it was loaded."""
+        if bits is None or bits == self.head.head_bits or self.files is None:
+            return self.head
+        if bits not in self.others:
+            self.others[bits] = redraft(self.head, self.files, head_bits=bits)
+        return self.others[bits]
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,15 @@ class Parts:
     intermediate: Seat | None = None
     target_head: HeadSeat | None = None
     intermediate_head: HeadSeat | None = None
+
+    def items(self) -> Iterator[tuple[str, Seat | HeadSeat]]:
+        """Role and seat of what is at hand."""
+        yield from ((role, seat) for role, seat in vars(self).items() if seat is not None)
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """The roles of what is at hand."""
+        return frozenset(role for role, _ in self.items())
 
     def rollback(self, n: int) -> None:
         """Truncate every cache to the first `n` tokens; a head's rows are one fewer."""
@@ -66,9 +90,9 @@ class PipelineKind:
     needs: tuple[str, ...]
     summary: str
 
-    def missing(self, parts: Parts) -> str | None:
-        """The reason why it cannot be built from these parts, or None."""
-        lacking = [name for name in self.needs if getattr(parts, name) is None]
+    def missing(self, roles: Container[str]) -> str | None:
+        """The reason why it cannot be built from parts of these roles, or None."""
+        lacking = [name for name in self.needs if name not in roles]
         return f"needs {' and '.join(_PART_NAMES[name] for name in lacking)}" if lacking else None
 
 
@@ -113,7 +137,8 @@ def _hierarchical(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
 
 def _tree_speculator(head: HeadSeat, seat: Seat, sampler: Sampler, recipe: Recipe) -> Speculator:
     verifier = seat.verifier(sampler)
-    return Speculator(EagleTree(head.head, head.cache, verifier, tree_shape(recipe)), verifier)
+    drafter = EagleTree(head.drafting_in(recipe.drafter.head_bits), head.cache, verifier, tree_shape(recipe))
+    return Speculator(drafter, verifier)
 
 
 _Part = TypeVar("_Part")
@@ -134,3 +159,15 @@ PIPELINES: dict[str, PipelineKind] = {
         _hierarchical, ("intermediate", "intermediate_head"), "a small model turns an EAGLE tree into a sequence"
     ),
 }
+
+
+def require_pipeline(name: str, roles: Container[str]) -> PipelineKind:
+    """The pipeline of this name, which parts of these roles can build.
+
+    Raises UsageError when there is none of this name, UnsupportedError with the reason when a part is missing.
+    """
+    if name not in PIPELINES:
+        raise UsageError(f"there is no pipeline `{name}`", hint=f"choose one of {', '.join(PIPELINES)}, auto")
+    if reason := PIPELINES[name].missing(roles):
+        raise UnsupportedError(f"pipeline `{name}` cannot run: it {reason}")
+    return PIPELINES[name]

@@ -11,12 +11,13 @@ from time import perf_counter
 from typing import Any
 
 from specq.environment import describe_environment
-from specq.errors import UnsupportedError, UsageError
+from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
 from specq.recipe import Recipe, Sampling
 from specq.spec.adaptive import AdaptiveSpeculator, Governor
 from specq.spec.decision import Decision
-from specq.spec.pipelines import PIPELINES, Parts
+from specq.spec.parts import PartLoader
+from specq.spec.pipelines import PIPELINES, Parts, require_pipeline
 from specq.spec.sampling import Sampler
 from specq.spec.speculator import Speculator, StopRule, generate
 from specq.tokenizer import TextStream, Tokenizer
@@ -78,8 +79,9 @@ class Pipeline:
         folders: Mapping[str, Path] | None = None,
         decision: Decision | None = None,
         undecided: str | None = None,
+        loader: PartLoader | None = None,
     ) -> None:
-        """`folders` are where the models lie, by role.
+        """`folders` are where the models lie, by role; `loader` brings those into memory that `parts` lacks.
 
         `decision` is what a profile chose for these models here; `auto` runs it, and without one plain decoding.
         `undecided` says in a few words what there is instead of a decision.
@@ -89,6 +91,7 @@ class Pipeline:
         self.name, self.is_auto = "plain", False
         self.folders, self.decision = dict(folders or {}), decision
         self._undecided = undecided or "these models have no profile on this device"
+        self._loader = loader
         self._running = recipe
         self._governor: Governor | None = None
         self._tokens: list[int] = []
@@ -101,23 +104,29 @@ class Pipeline:
     @property
     def available(self) -> dict[str, str | None]:
         """Every pipeline by name; None, or the reason why it cannot run here."""
-        return {name: kind.missing(self.parts) for name, kind in PIPELINES.items()}
+        return {name: kind.missing(self._roles) for name, kind in PIPELINES.items()}
+
+    @property
+    def _roles(self) -> frozenset[str]:
+        """The parts in memory and those that can be loaded."""
+        return self.parts.roles | (self._loader.roles if self._loader else frozenset())
 
     def use(self, name: str) -> None:
         """Decode with this pipeline from the next prompt on; `off` means plain, `auto` what the profile chose.
 
         Under `auto` drafts become shorter, or none, where they earn nothing on a text; without a profile it is plain.
-        Raises UnsupportedError with the reason when it cannot run, UsageError when there is none of this name.
+        Models that it needs and that are not in memory yet are loaded.
+        Raises UnsupportedError with the reason when it cannot run, UsageError when there is none of this name, and what
+        loading raises.
         """
         decision = self.decision if name == "auto" else None
         if name == "auto" and decision is None:
             log.warning(f"pipeline auto: {self._undecided}, so plain decoding runs; `specq profile` measures one")
         name = "plain" if name in ("auto", "off") else name
         name = decision.pipeline if decision is not None else name
-        if name not in PIPELINES:
-            raise UsageError(f"there is no pipeline `{name}`", hint=f"choose one of {', '.join(PIPELINES)}, auto")
-        if reason := PIPELINES[name].missing(self.parts):
-            raise UnsupportedError(f"pipeline `{name}` cannot run: it {reason}")
+        kind = require_pipeline(name, self._roles)
+        if self._loader is not None:
+            self.parts = self._loader.load(self.parts, kind.needs)
         self.name, self.is_auto = name, decision is not None
         self._running = decision.apply(self.recipe) if decision is not None else self.recipe
         self._governor = None

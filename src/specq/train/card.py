@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "specq_head.json"
-INTERMEDIATE_MANIFEST = "specq_intermediate.json"
 CURVE_ROWS = 12
 
 

@@ -18,10 +18,14 @@ from specq.errors import UsageError
 from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_loader import HeadFiles, load_head
+from specq.models.eagle_writer import BITS_KEY, HEAD_BITS_KEY, HEAD_MANIFEST, write_head
 from specq.models.loader import check_memory, load_model, model_spec
+from specq.models.shared import KEY as SHARED_KEY
+from specq.models.shared import MANIFEST as INTERMEDIATE_MANIFEST
+from specq.models.shared import describe_lender
 from specq.recipe import DistillSection, Recipe
 from specq.storage import cache_dir, require_space
-from specq.tensors import gguf_config
+from specq.tensors import gguf_config, open_weights
 from specq.tokenizer import Tokenizer
 from specq.train import card, evaluation
 from specq.train.data import (
@@ -92,6 +96,11 @@ class _Run:
     held_out: list[list[int]]
     digest: str
 
+    @property
+    def target_name(self) -> str:
+        """The target's Hub id, or what the recipe calls it."""
+        return self.job.target.repo_id or self.job.recipe.target.model
+
 
 def distill(job: Job, *, say: Say) -> dict[str, Any]:
     """The manifest of the finished folder `job.output`.
@@ -125,13 +134,22 @@ def _check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> N
     if kind == "eagle":
         if settings.layers is not None:
             raise UsageError("a head has no layers to choose", hint="leave out --layers, or give --kind intermediate")
+        if settings.share_embeddings:
+            raise UsageError(
+                "--share-embeddings is for intermediates: a head always uses the target's embedding",
+                hint="leave it out, or give --kind intermediate",
+            )
         if settings.trim_vocab is not None and settings.trim_vocab >= target.vocab:
             raise UsageError(
                 f"--trim-vocab {settings.trim_vocab} leaves nothing out of a vocabulary of {target.vocab}",
                 hint="give a smaller number, or leave it out",
             )
         return
-    for value, flag in ((settings.trim_vocab, "--trim-vocab"), (settings.start, "--from")):
+    for value, flag in (
+        (settings.trim_vocab, "--trim-vocab"),
+        (settings.start, "--from"),
+        (settings.bits != 16 or None, "--bits"),
+    ):
         if value is not None:
             raise UsageError(f"{flag} is for EAGLE heads", hint="leave it out, or give --kind eagle")
     if settings.layers is None:
@@ -208,15 +226,16 @@ def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     task = HeadTask(model, settings, kept_ids=kept, start=start)
     progress = _train(task, _source(run), run, workspace, say)
     folder = workspace.staging()
-    task.save(folder)
-    card.write_json(folder / "config.json", task.config)
+    write_head(folder, task.tensors(), task.config, bits=settings.bits)
+    stored = {BITS_KEY: settings.bits, HEAD_BITS_KEY: run.job.recipe.drafter.head_bits or 16}
+    card.write_json(folder / HEAD_MANIFEST, stored)
     head = load_head(folder, model)
     pipeline = evaluation.eagle2_pipeline(
         run.job.recipe, model, head, run.tokenizer, context=settings.length + settings.eval_tokens
     )
     results = evaluation.measure_accept_lengths(pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say)
-    manifest = _manifest(run, progress, results)
-    card.write_json(folder / card.MANIFEST, manifest)
+    manifest = _manifest(run, progress, results) | stored
+    card.write_json(folder / HEAD_MANIFEST, manifest)
     use = f"specq chat {manifest['target']['name']} --pipeline eagle2 --drafter {run.job.output.name}"
     card.write_card(folder, manifest, title=f"EAGLE-2 head for {manifest['target']['name']}", use=use)
     return manifest
@@ -232,11 +251,19 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     layers = choose_layers(importance, settings.layers)
     task = IntermediateTask(model, settings, layers=layers)
     progress = _train(task, source, run, workspace, say)
-    folder = workspace.staging()
-    task.save_weights(folder)
-    card.write_json(folder / "config.json", task.config(source_config(run.job.target.path)))
-    copy_tokenizer(run.job.target.path, folder)
-    student = load_model(folder, device=run.job.device, dtype=run.job.dtype)
+    folder, path = workspace.staging(), run.job.target.path
+    card.write_json(folder / "config.json", task.config(source_config(path)))
+    shared: dict[str, Any] = {}
+    if settings.share_embeddings:
+        weights = open_weights(path, model.spec)
+        lent = describe_lender(run.target_name, model.spec, weights, is_tied=model.spec.tie_embeddings)
+        shared = {SHARED_KEY: lent.record()}
+        task.save_weights(folder, without=lent.tensors)
+        card.write_json(folder / INTERMEDIATE_MANIFEST, shared)
+    else:
+        task.save_weights(folder)
+        copy_tokenizer(path, folder)
+    student = load_model(folder, device=run.job.device, dtype=run.job.dtype, lender=model if shared else None)
     pipeline = evaluation.sequence_pipeline(
         run.job.recipe, model, student, run.tokenizer, context=settings.length + settings.eval_tokens
     )
@@ -244,9 +271,10 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     manifest = _manifest(run, progress, results) | {
         "layers": layers,
         "importance_kl": [round(each, 5) for each in importance],
+        **shared,
     }
-    card.write_json(folder / card.INTERMEDIATE_MANIFEST, manifest)
-    name = manifest["target"]["name"]
+    card.write_json(folder / INTERMEDIATE_MANIFEST, manifest)
+    name = run.target_name
     use = f"specq chat {name} --pipeline sequence --intermediate {run.job.output.name}"
     card.write_card(folder, manifest, title=f"{len(layers)} layers of {name}, distilled", use=use)
     return manifest
@@ -268,7 +296,7 @@ def _manifest(run: _Run, progress: Progress, results: list[dict[str, Any]]) -> d
     return {
         "kind": job.kind,
         "target": {
-            "name": job.target.repo_id or job.recipe.target.model,
+            "name": run.target_name,
             "revision": job.target.revision,
             "digest": run.digest,
             "dtype": str(run.model.dtype).removeprefix("torch."),

@@ -7,12 +7,10 @@ its own predictions of depth j - 1, as it will when drafting). Published files: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specq.checkpoint import ModelSpec, RopeSpec
@@ -126,13 +124,13 @@ class HeadTask:
         moves = torch.rand(features.shape, generator=draws, dtype=features.dtype, device=features.device)
         return features + (moves - 0.5) * (2 * self.settings.noise)
 
-    def save(self, folder: Path) -> None:
-        """Write the head's weights in the published form; a trimmed one with its map of ids."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The head's weights under their published names; a trimmed one's with its map of ids."""
         tensors = published_tensors(self._modules, self.target.spec)
         if self.kept_ids is not None:
             # d2t holds offsets: the target's id minus the head's own.
             tensors["d2t"] = self.kept_ids.cpu() - torch.arange(len(self.kept_ids))
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return tensors
 
 
 class UnrolledAttention:

@@ -5,7 +5,7 @@ Embedding, output head and tokenizer stay the target's own, so that the two can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,10 @@ class IntermediateTask:
             loss = loss + self.settings.feature_weight * F.smooth_l1_loss(rows.float(), wanted.float())
         return loss, [top1_agreement(rows, self._output, teacher)] if measure else []
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the student's weights as an ordinary Hugging Face model holds them."""
-        save_file(model_tensors(self.student), folder / "model.safetensors", metadata={"format": "pt"})
+    def save_weights(self, folder: Path, *, without: Collection[str] = ()) -> None:
+        """Write the student's weights as an ordinary Hugging Face model holds them, `without` these tensors."""
+        tensors = {name: tensor for name, tensor in model_tensors(self.student).items() if name not in without}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def config(self, target_config: dict[str, Any]) -> dict[str, Any]:
         """The student's config.json, from the target's."""

@@ -98,7 +98,7 @@ def stream(
 
         monkeypatch.setitem(PIPELINES, "scripted", PipelineKind(build, (), "follows a script"))
         seat = SimpleNamespace(model=model, cache=cache)
-        parts = SimpleNamespace(target=seat, rollback=lambda n: cache.truncate(min(n, cache.length)))
+        parts = SimpleNamespace(target=seat, roles={"target"}, rollback=lambda n: cache.truncate(min(n, cache.length)))
         pipeline = Pipeline(
             recipe=Recipe.model_validate({"target": "scripted"}),
             parts=parts,  # type: ignore[arg-type]

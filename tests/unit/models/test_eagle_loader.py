@@ -12,53 +12,14 @@ import pytest
 import torch
 from factories import tiny_config, tiny_model
 from safetensors.torch import save_file
+from tiny_heads import CONFIG, HEADS, HIDDEN, KV_HEADS, VOCAB, run, shapes, tiny_tensors
 from torch import Tensor
 
 from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError, UnsupportedError
 from specq.models.causal_lm import CausalLM
-from specq.models.eagle import EagleHead
 from specq.models.eagle_loader import HeadFiles, load_head
 from specq.spec.tree import chain
-
-HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, VOCAB = 64, 4, 2, 176, 320
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-}
-
-
-def shapes(
-    *, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int | None = None, eagle3: bool = False
-) -> dict[str, tuple[int, ...]]:
-    head_dim = head_dim or hidden // heads
-    inputs = 2 * hidden if eagle3 else hidden
-    layer = "midlayer" if eagle3 else "layers.0"
-    out: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, (3 if eagle3 else 2) * hidden),
-        f"{layer}.self_attn.q_proj.weight": (heads * head_dim, inputs),
-        f"{layer}.self_attn.k_proj.weight": (kv_heads * head_dim, inputs),
-        f"{layer}.self_attn.v_proj.weight": (kv_heads * head_dim, inputs),
-        f"{layer}.self_attn.o_proj.weight": (hidden, heads * head_dim),
-        f"{layer}.mlp.gate_proj.weight": (intermediate, hidden),
-        f"{layer}.mlp.up_proj.weight": (intermediate, hidden),
-        f"{layer}.mlp.down_proj.weight": (hidden, intermediate),
-        f"{layer}.post_attention_layernorm.weight": (hidden,),
-    }
-    if eagle3:
-        out |= {f"{layer}.hidden_norm.weight": (hidden,), f"{layer}.input_layernorm.weight": (hidden,)}
-        out["norm.weight"] = (hidden,)
-    return out
-
-
-def tiny_tensors(*, eagle3: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    draws = torch.Generator().manual_seed(seed)
-    sizes = shapes(hidden=HIDDEN, intermediate=INTERMEDIATE, heads=HEADS, kv_heads=KV_HEADS, eagle3=eagle3)
-    return {name: torch.randn(shape, generator=draws) / shape[-1] ** 0.5 for name, shape in sizes.items()}
 
 
 def write_head(folder: Path, tensors: Mapping[str, Tensor], *, as_bin: bool = False, **config: Any) -> Path:
@@ -74,14 +35,6 @@ def write_head(folder: Path, tensors: Mapping[str, Tensor], *, as_bin: bool = Fa
 @pytest.fixture(scope="module")
 def target() -> CausalLM:
     return tiny_model(tiny_config(num_hidden_layers=6))
-
-
-def run(head: EagleHead, target: CausalLM) -> Tensor:
-    """Logits of the head after three rows of fixed features."""
-    width = 3 * HIDDEN if head.spec.feature_layers is not None else HIDDEN
-    features = torch.randn(3, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with torch.inference_mode():
-        return head.logits(head(chain([1, 2, 3]), head.enter(features), head.new_cache(16)))
 
 
 def test_bin_and_safetensors_and_foreign_names_give_the_same_head(tmp_path: Path, target: CausalLM) -> None:

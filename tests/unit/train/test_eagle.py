@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from factories import tiny_config, tiny_model
@@ -13,6 +11,7 @@ from specq.checkpoint import RopeSpec
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
 from specq.models.eagle_loader import load_head
+from specq.models.eagle_writer import write_head
 from specq.recipe import DistillSection
 from specq.spec.tree import chain
 from specq.train.batch import BatchedForward, pad
@@ -36,8 +35,7 @@ def batch() -> Batch:
 
 
 def saved_head(task: HeadTask, target: CausalLM, folder) -> EagleHead:
-    task.save(folder)
-    (folder / "config.json").write_text(json.dumps(task.config))
+    write_head(folder, task.tensors(), task.config)
     return load_head(folder, target)
 
 
