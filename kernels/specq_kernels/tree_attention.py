@@ -59,7 +59,7 @@ def tree_attention(
         raise ValueError(f"q: {earlier + nodes} nodes, the kernel takes 1 to {MAX_ROWS}")
     if heads % kv_heads:
         raise ValueError(f"q: {heads} heads are not a multiple of {kv_heads} of k and v")
-    if head_dim > 128 or head_dim % 16:
+    if runs_kernel(q) and (head_dim > 128 or head_dim % 16):
         raise ValueError(f"q: head_dim is {head_dim}, the kernel takes multiples of 16 up to 128")
     if window is not None and depths is None:
         raise ValueError("depths: needed with a sliding window")

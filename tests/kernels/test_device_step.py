@@ -24,7 +24,7 @@ from step_cases import (
 
 from specq.bench.step_times import weight_bytes
 from specq.checkpoint import ModelSpec
-from specq.errors import UnsupportedError, UsageError
+from specq.errors import UsageError
 from specq.models.device_step import BUCKETS, DeviceStep, padded_count
 from specq.models.loader import build_model
 from specq.models.random_weights import llama_config, random_model
@@ -150,8 +150,6 @@ def test_a_model_no_kernel_runs_is_left_to_torch_and_says_why(
     model = build_model(ModelSpec.from_config(config), source, dtype="float32")
     assert model.device_step is None
     assert "a head_dim of 24 is not a multiple of 16 up to 128" in caplog.text
-    with pytest.raises(UnsupportedError, match="head_dim of 24"):
-        DeviceStep(model)
     wide = build_model(
         ModelSpec.from_config(tiny_config()), WeightsInMemory(random_weights(tiny_config())), dtype="float64"
     )

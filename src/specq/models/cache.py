@@ -12,7 +12,7 @@ class KVCache:
     """K and V `[layers, kv_heads, max_len, head_dim]` and, if asked for, features `[max_len, feature_dim]`.
 
     Slots below `length` are committed tokens, slot = position. A forward pass writes its nodes from `length` on
-    and commits nothing; only `keep` and `truncate` change `length`.
+    and commits nothing; only `keep`, `commit` and `truncate` change `length`.
     """
 
     def __init__(
@@ -54,6 +54,15 @@ class KVCache:
             if self.features is not None:
                 self.features[target] = self.features[source]
         self.length = start + count
+
+    def commit(self, count: int) -> None:
+        """Commit the first `count` slots behind the last token, where a round on the device has put its path.
+
+        Raises ValueError when they lie outside the cache.
+        """
+        if not 0 <= count <= self.max_len - self.length:
+            raise ValueError(f"count: {count} slots behind {self.length} lie outside a cache of {self.max_len}")
+        self.length += count
 
     def truncate(self, n: int) -> None:
         """Forget everything after the first `n` tokens. Raises ValueError when there are fewer."""

@@ -12,66 +12,64 @@ import weakref
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from specq.errors import UnsupportedError
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM, Nodes, Output
+from specq.models.device_layer import attention_sums, finish_layer, multiply, rotary_tables, sums_group
+from specq.models.graphs import Graphs, graph_pool
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 from specq.quant.kernel_choice import why_no_kernels
-from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
 from specq_kernels.kv_cache import append_rotary
-from specq_kernels.launch import MAX_ROWS, row_bucket
-from specq_kernels.norm_rope import rms_norm, silu_mul
+from specq_kernels.launch import MAX_ROWS
+from specq_kernels.norm_rope import rms_norm
 from specq_kernels.tree_attention import pack_mask, tree_attention
 
 BUCKETS = (1, 2, 4, 8, 10, 16, 32, 64)
-SUMMED_HEAD_DIMS = (32, 64, 128)  # attention can emit group sums of whole heads of these
 
 log = logging.getLogger("specq")
 
 
-def attach_device_step(model: CausalLM) -> None:
+def attach_device_step(model: CausalLM, *, use_graphs: bool = True) -> None:
     """Make `model.forward` decode through a DeviceStep; where none runs the model, say why and leave it."""
     reason = why_no_step(model)
     if reason is None:
-        model.device_step = DeviceStep(model)
+        model.device_step = DeviceStep(model, use_graphs=use_graphs)
     else:
         log.warning(f"decoding stays on torch: {reason}")
 
 
 def why_no_step(model: CausalLM) -> str | None:
-    """The reason why no DeviceStep runs this model, or None."""
-    head_dim = model.spec.head_dim
+    """The reason why no DeviceStep runs this model on kernels, or None."""
+    return why_no_attention(model.spec.head_dim) or why_no_kernels(model.dtype, model.device)
+
+
+def why_no_attention(head_dim: int) -> str | None:
+    """The reason why the attention kernel does not take heads of this size, or None."""
     if head_dim > 128 or head_dim % 16:
         return f"a head_dim of {head_dim} is not a multiple of 16 up to 128"
-    return why_no_kernels(model.dtype, model.device)
+    return None
 
 
 class DeviceStep:
     """Runs the nodes of one forward on kernels, with what `CausalLM.forward` promises.
 
-    The nodes are padded to a bucket; padding nodes follow the real ones as a chain, so no real node sees them, and
-    what they write lies in slots that nothing commits. Raises UnsupportedError for a model that `why_no_step` refuses.
+    The nodes are padded to a bucket; no real node sees padding, and what that writes lies in slots that nothing
+    commits. Where no kernel runs (a CPU), their definitions do.
     """
 
     def __init__(self, model: CausalLM, *, use_graphs: bool = True) -> None:
-        """`use_graphs` False runs every step eagerly, as the interpreter always does."""
-        reason = why_no_step(model)
-        if reason is not None:
-            raise UnsupportedError(f"no step on the device: {reason}")
+        """`use_graphs` False runs every step eagerly, as on a CPU."""
         self._model = cast(CausalLM, weakref.proxy(model))  # the model owns the step
-        self._pool = torch.cuda.graph_pool_handle() if use_graphs and model.device.type == "cuda" else None
-        self._bound: weakref.WeakKeyDictionary[KVCache, _BoundStep] = weakref.WeakKeyDictionary()
+        self._pool = graph_pool(model.device, use_graphs=use_graphs)
+        self._bound: weakref.WeakKeyDictionary[KVCache, BoundStep] = weakref.WeakKeyDictionary()
 
     @torch.inference_mode()
     def __call__(self, nodes: Nodes, cache: KVCache, rows: slice | None = None) -> Output:
         """As `CausalLM.forward`, for 1 to 64 nodes that fit the cache."""
         base, count = cache.length, nodes.tokens.shape[0]
-        step = self._bound.get(cache)
-        if step is None:
-            step = self._bound[cache] = _BoundStep(self._model, cache, self._pool)
+        step = self.bind(cache)
         step.load(nodes, base)
         step.run(padded_count(count, room=cache.max_len - base))
         final = step.final[:count]
@@ -81,6 +79,17 @@ class DeviceStep:
             features=step.features[:count].clone(),
             positions=step.depths[:count].long() + base,
         )
+
+    def bind(self, cache: KVCache) -> BoundStep:
+        """The step over this cache, always the same one."""
+        step = self._bound.get(cache)
+        if step is None:
+            step = self._bound[cache] = BoundStep(self._model, cache, self._pool)
+        return step
+
+    def graphs(self) -> Graphs:
+        """For functions that run this step among others: they share its memory."""
+        return Graphs(self._pool)
 
     def captured(self, cache: KVCache) -> tuple[int, ...]:
         """The node counts this cache has graphs for, ascending."""
@@ -94,26 +103,22 @@ def padded_count(count: int, *, room: int) -> int:
     return bucket if bucket <= room else count
 
 
-class _BoundStep:
+class BoundStep:
     """The step of one model over one cache: its inputs and outputs at fixed addresses, and its graphs.
 
-    Every step reads and writes these buffers, so results are to be used or copied before the next one.
+    Inputs are `tokens` (ids to embed), `depths`, `mask` and `length`; outputs `final`, `features` and the cache's
+    slots behind `length`. Every step reads and writes these, so results are to be used or copied before the next one.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache, pool: Any) -> None:
         device, spec = model.device, model.spec
-        self._model, self._pool = model, pool
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._model, self._graphs = model, Graphs(pool)
         # Not the cache itself: it is the weak key that this object hangs off.
         self._k, self._v = cache.k.unbind(), cache.v.unbind()
         self._cache_features = cache.features
         self._wanted = cache.feature_layers if isinstance(cache.feature_layers, tuple) else ()
         table = RopeTable(spec.rope, spec.head_dim, dtype=model.dtype, device=device)
-        table.grow(cache.max_len)
-        half = spec.head_dim // 2
-        # fp32 of the values that prefill turns by; the second half of the table's sin has the plain sign
-        self._cos = table.cos[:, :half].float().contiguous()
-        self._sin = table.sin[:, half:].float().contiguous()
+        self._cos, self._sin = rotary_tables(table, cache.max_len)
         self._slots = torch.arange(MAX_ROWS, device=device)
         self._chain_depths = self._slots.to(torch.int32)
         self._chain_mask = pack_mask(torch.ones(MAX_ROWS, MAX_ROWS, dtype=torch.bool, device=device).tril_())
@@ -136,31 +141,17 @@ class _BoundStep:
 
     def run(self, count: int) -> None:
         """Run the first `count` loaded nodes, as a graph where they are a bucket and graphs are used."""
-        if self._pool is None or count not in BUCKETS:
-            self._forward(count)
-            return
-        if count not in self._graphs:
-            self._graphs[count] = self._capture(count)
-        self._graphs[count].replay()
+        if count in BUCKETS:
+            self._graphs.run(count, lambda: self.forward(count))
+        else:
+            self.forward(count)
 
     @property
     def captured(self) -> tuple[int, ...]:
         """The node counts that have a graph, ascending."""
-        return tuple(sorted(self._graphs))
+        return tuple(sorted(cast(tuple[int, ...], self._graphs.keys)))
 
-    def _capture(self, count: int) -> torch.cuda.CUDAGraph:
-        """The graph of `_forward(count)`, which runs once before: kernels compile and load outside of a capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._forward(count)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._forward(count)
-        return graph
-
-    def _forward(self, count: int) -> None:
+    def forward(self, count: int) -> None:
         """Fills `final`, `features` and the cache's slots behind `length` for the first `count` nodes."""
         model = self._model
         positions = self.depths[:count] + self.length
@@ -207,32 +198,4 @@ class _BoundStep:
             window=self._model.spec.sliding_windows[index],
             sums=sums,
         )
-        x = multiply(layer.o, attended, residual=x, sums=sums)
-        h, _, sums = rms_norm(x, layer.mlp_norm, eps=layer.eps, group=sums_group(layer.gate_up))
-        if isinstance(layer.gate_up, KernelGateUp):
-            return multiply(layer.down, layer.gate_up.product(h, sums=sums), residual=x)
-        h, sums = silu_mul(multiply(layer.gate_up, h, sums=sums), group=sums_group(layer.down))
-        return multiply(layer.down, h, residual=x, sums=sums)
-
-
-def multiply(module: nn.Module, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
-    """[nodes, N]: the module's product plus `residual`; `sums` are those `sums_group(module)` asks for."""
-    if isinstance(module, KernelLinear):
-        return module.product(x, residual=residual, sums=sums)
-    if isinstance(module, DenseKernelLinear):
-        return module.product(x, residual=residual)
-    y: Tensor = module(x)
-    return y if residual is None else y + residual
-
-
-def sums_group(module: nn.Module) -> int | None:
-    """The group over which the module wants sums of its x from whoever makes x, or None."""
-    return module.sums_group if isinstance(module, KernelLinear | KernelGateUp) else None
-
-
-def attention_sums(layer: DecoderLayer, count: int, *, device: torch.device) -> Tensor | None:
-    """Where attention writes group sums for the o product, None where it cannot or none are wanted."""
-    group, columns = sums_group(layer.o), layer.heads * layer.head_dim
-    if group is None or columns % 256 or layer.head_dim not in SUMMED_HEAD_DIMS:
-        return None
-    return torch.empty(columns // group, row_bucket(count), dtype=torch.float32, device=device)
+        return finish_layer(layer, x, attended, sums=sums)

@@ -28,6 +28,14 @@ class TreeShape:
     top_k: int
     noise_scale: float = 1.0
 
+    def candidates(self, children: int, depth: int) -> int:
+        """Nodes drafted at this depth with so many children a node, at most `top_k`."""
+        level, made = 1, 0
+        for _ in range(depth):
+            made += level * children
+            level = min(self.top_k, level * children)
+        return made
+
     @property
     def scratch_rows(self) -> int:
         """Rows of the head's cache that drafting uses beyond the committed ones."""
@@ -75,20 +83,26 @@ class EagleTree(NoDrafter):
         Commits the rows of true features. The rows after them, where the verifier never ran a token it had decided,
         advance on predicted states and are not committed.
         """
-        features, known, last = self.verifier.cache.features, self.verifier.cache.length, len(context) - 1
-        assert features is not None  # a verifier with a head keeps features
+        known, last = self.verifier.cache.length, len(context) - 1
         # At least one true row is run again, because its state is wanted.
         self.cache.truncate(min(self.cache.length, known - 1))
-        state = features.new_empty(0)
-        while (start := self.cache.length) < known:
-            end = min((start // PREFILL_CHUNK + 1) * PREFILL_CHUNK, known)
-            rows = chain(context[start + 1 : end + 1], device=features.device)
-            state = self.head(rows, self.head.enter(features[start:end]), self.cache)[-1:]
-            self.cache.keep(range(end - start))
+        state = self._commit_rows(context, known)
         trunk = list(context[known + 1 : last + 1])
         for i in range(len(trunk)):
             state = self.head(chain(trunk[: i + 1], device=state.device), state, self.cache, start=i)
         return trunk, state
+
+    def _commit_rows(self, context: Sequence[int], end: int) -> Tensor:
+        """Commit the rows of true features up to `end` of them; the state [1, hidden] after the last one run."""
+        features = self.verifier.cache.features
+        assert features is not None  # a verifier with a head keeps features
+        state = features.new_empty(0)
+        while (start := self.cache.length) < end:
+            upto = min((start // PREFILL_CHUNK + 1) * PREFILL_CHUNK, end)
+            rows = chain(context[start + 1 : upto + 1], device=features.device)
+            state = self.head(rows, self.head.enter(features[start:upto]), self.cache)[-1:]
+            self.cache.keep(range(upto - start))
+        return state
 
     def _expand(
         self, context: Sequence[int], trunk: list[int], state: Tensor, depth: int

@@ -7,12 +7,16 @@ only. Source: DESIGN.md section 1; Philox4x32-10, Salmon et al. 2011; shared noi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specq.spec.tree import DraftTree
+
+if TYPE_CHECKING:
+    from specq_kernels.sampling import Draw
 
 MASK32 = 0xFFFFFFFF
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
@@ -23,12 +27,15 @@ NOISE_AT_ONCE = 2**16
 TOP_P_CANDIDATES = 1024
 """Candidates sorted at first for top-p; a flatter distribution is sorted whole."""
 
+UNDECIDED = -1
+"""Stands for the token of a row whose distribution is flatter than that."""
+
 
 @dataclass(frozen=True)
 class Seen:
     """Ids that count for penalties: the context's, and each node's own ancestors' (itself included).
 
-    `context_ids` int64 [n]; `tokens` int64 [nodes]; `ancestors` bool [rows, nodes].
+    `context_ids` int64 [n], each any number of times; `tokens` int64 [nodes]; `ancestors` bool [rows, nodes].
     """
 
     context_ids: Tensor
@@ -68,31 +75,73 @@ class Sampler:
         """Whether the prefix matters."""
         return self.repetition_penalty != 1.0
 
+    @property
+    def has_filter(self) -> bool:
+        """Whether only some of the ids can be drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
+
+    @property
+    def form(self) -> Sampler:
+        """What is the same for samplers that differ in nothing but seed and temperature (0 or above)."""
+        return replace(self, seed=0, temperature=1.0 if self.temperature > 0 else 0.0)
+
     def __call__(self, logits: Tensor, positions: Tensor, seen: Seen | None = None) -> Tensor:
         """int64 [rows]: the token at each absolute position. `logits` [rows, vocab], `positions` int64 [rows]."""
+        chosen = self.choose(logits, positions, seen)
+        if self.may_be_undecided(logits) and bool((chosen == UNDECIDED).any()):
+            chosen = self.choose(logits, positions, seen, candidates=logits.shape[1])
+        return chosen
+
+    def choose(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        seen: Seen | None = None,
+        *,
+        draw: Draw | None = None,
+        candidates: int | None = None,
+    ) -> Tensor:
+        """As a call, but nothing depends on the data: UNDECIDED where top-p keeps more than so many candidates.
+
+        By default TOP_P_CANDIDATES. `draw` stands for seed and temperature.
+        """
         logits = self._processed(logits, seen)
         if self.temperature == 0.0:
             return logits.argmax(-1)
-        scores, ids = self._noisy(logits, positions)
-        return ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
+        scores, ids, is_whole = self._noisy(logits, positions, draw, candidates)
+        chosen = ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
+        return chosen if is_whole is None else torch.where(is_whole, chosen, UNDECIDED)
 
     def guesses(
-        self, logits: Tensor, positions: Tensor, seen: Seen | None = None, *, count: int, noise_scale: float = 1.0
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        seen: Seen | None = None,
+        *,
+        count: int,
+        noise_scale: float = 1.0,
+        draw: Draw | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-scores fp32, ids int64), [rows, count] each, best first: what a drafter expects this sampler to choose.
 
         At temperature 0 the log-probabilities. Above it the noise that the choice will be made with is in the score:
-        log-softmax of (filtered logits / T + noise) / `noise_scale`; what a filter removes has score -inf. Logits may
-        be -inf where the drafter has no token.
+        log-softmax of (filtered logits / T + noise) / `noise_scale`; what a filter removes has score -inf, and of a
+        flat distribution top-p keeps the best candidates only. Logits may be -inf where the drafter has no token.
+        `draw` as in `choose`.
         """
         logits = self._processed(logits, seen)
         if self.temperature == 0.0:
             scores, ids = logits, None
         else:
-            scores, ids = self._noisy(logits, positions)
+            scores, ids, _ = self._noisy(logits, positions, draw, None)
             scores = scores / noise_scale
         best, columns = scores.float().log_softmax(-1).topk(min(count, scores.shape[1]), dim=-1)
         return best, columns if ids is None else ids.gather(1, columns)
+
+    def may_be_undecided(self, logits: Tensor) -> bool:
+        """Whether `choose` can leave a row of these logits undecided."""
+        is_cut = self.temperature > 0 and self.top_k == 0 and self.top_p < 1.0
+        return is_cut and logits[:, : self.vocab].shape[1] > TOP_P_CANDIDATES
 
     def _processed(self, logits: Tensor, seen: Seen | None) -> Tensor:
         """Logits of the ids a tokenizer means, after the penalty."""
@@ -102,25 +151,35 @@ class Sampler:
             logits = penalize(logits, seen, self.repetition_penalty)
         return logits[:, : self.vocab]
 
-    def _noisy(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(scores, ids) [rows, candidates]: filtered logits / T plus the noise of each id at its position."""
-        scores, ids = self._candidates(logits / self.temperature)
-        return scores + gumbel_noise(self.seed, positions[:, None], ids).to(scores.dtype), ids
+    def _noisy(
+        self, logits: Tensor, positions: Tensor, draw: Draw | None, candidates: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(scores, ids) [rows, candidates]: filtered logits / T plus the noise of each id at its position.
 
-    def _candidates(self, scaled: Tensor) -> tuple[Tensor, Tensor]:
-        """(scores, ids), [rows, candidates] each, best first; what a filter removes is -inf."""
+        Then bool [rows], whether these are all that the filter keeps; None where they always are.
+        """
+        # A tensor, because a GPU multiplies by the inverse of a number.
+        temperature = logits.new_full((1,), self.temperature) if draw is None else draw.temperature.to(logits.dtype)
+        scores, ids, is_whole = self._candidates(logits / temperature, candidates or TOP_P_CANDIDATES)
+        noise = gumbel_noise(self.seed if draw is None else draw.seed, positions[:, None], ids)
+        return scores + noise.to(scores.dtype), ids, is_whole
+
+    def _candidates(self, scaled: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(scores, ids), [rows, candidates] each, best first, -inf what a filter removes; the third as in `_noisy`."""
         rows, vocab = scaled.shape
         if self.top_k == 0 and self.top_p >= 1.0:
-            return scaled, torch.arange(vocab, device=scaled.device).expand(rows, vocab)
+            return scaled, torch.arange(vocab, device=scaled.device).expand(rows, vocab), None
         if self.top_k:
             scores, ids = scaled.topk(min(self.top_k, vocab), dim=-1)
             log_total = scores.logsumexp(-1, keepdim=True)
-            return _keep_top_p(scores, log_total, self.top_p), ids
+            return _keep_top_p(scores, log_total, self.top_p), ids, None
         log_total = scaled.logsumexp(-1, keepdim=True)
-        scores, ids = scaled.topk(min(TOP_P_CANDIDATES, vocab), dim=-1)
-        if scores.shape[1] < vocab and bool(((scores - log_total).exp().sum(-1) < self.top_p).any()):
+        if most >= vocab:
             scores, ids = scaled.sort(dim=-1, descending=True)
-        return _keep_top_p(scores, log_total, self.top_p), ids
+            return _keep_top_p(scores, log_total, self.top_p), ids, None
+        scores, ids = scaled.topk(most, dim=-1)
+        is_whole = (scores - log_total).exp().sum(-1) >= self.top_p
+        return _keep_top_p(scores, log_total, self.top_p), ids, is_whole
 
 
 def _keep_top_p(scores: Tensor, log_total: Tensor, top_p: float) -> Tensor:
@@ -135,15 +194,16 @@ def _keep_top_p(scores: Tensor, log_total: Tensor, top_p: float) -> Tensor:
 
 def penalize(logits: Tensor, seen: Seen, penalty: float) -> Tensor:
     """Logits with every seen id divided by `penalty` when positive, multiplied when negative (arXiv 1909.05858)."""
-    is_seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    is_seen[:, seen.context_ids] = True
-    rows, nodes = seen.ancestors.nonzero(as_tuple=True)
-    is_seen[rows, seen.tokens[nodes]] = True
-    return torch.where(is_seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    times = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device).index_fill_(1, seen.context_ids, 1)
+    times.scatter_add_(1, seen.tokens.expand(len(times), -1), seen.ancestors.int())
+    return torch.where(times > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def gumbel_noise(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
-    """float32 Gumbel noise -log(-log(u)), u of 32 bits, never infinite; `positions` and `ids` (int64) broadcast."""
+def gumbel_noise(seed: int | Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """float32 Gumbel noise -log(-log(u)), u of 32 bits, never infinite; `positions` and `ids` (int64) broadcast.
+
+    The seed may be an int64 tensor [1] of its bits.
+    """
     positions, ids = torch.broadcast_tensors(positions, ids)
     if ids.numel() <= NOISE_AT_ONCE or ids.dim() == 0 or ids.is_cuda:
         return _gumbel_noise(seed, positions, ids)
@@ -152,13 +212,13 @@ def gumbel_noise(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([_gumbel_noise(seed, some, of) for some, of in parts])
 
 
-def _gumbel_noise(seed: int, positions: Tensor, ids: Tensor) -> Tensor:
+def _gumbel_noise(seed: int | Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     # float64 holds u = 1 - 2**-33 exactly; in float32 it would be 1 and the noise infinite.
     u = (philox(seed, positions, ids).double() + 0.5) / 2.0**32
     return (-torch.log(-torch.log(u))).float()
 
 
-def philox(seed: int, counter0: Tensor, counter1: Tensor) -> Tensor:
+def philox(seed: int | Tensor, counter0: Tensor, counter1: Tensor) -> Tensor:
     """int64 in [0, 2**32): first word of Philox4x32-10 at counter (counter0, counter1, 0, 0), key the 64-bit `seed`.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).

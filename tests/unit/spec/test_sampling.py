@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from specq.spec import sampling
-from specq.spec.sampling import Sampler, Seen, gumbel_noise, penalize, philox
+from specq.spec.sampling import UNDECIDED, Sampler, Seen, gumbel_noise, penalize, philox
+from specq_kernels.sampling import Draw
 
 
 def philox_numpy(seed: int, c0: int, c1: int) -> int:
@@ -74,7 +75,7 @@ def test_filters_keep_what_transformers_keeps(seed: int, top_k: int, top_p: floa
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    scores, ids = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)._candidates(logits / temperature)
+    scores, ids, _ = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)._candidates(logits / temperature, 50)
     full = torch.full_like(logits, -torch.inf).scatter(1, ids, scores)
     assert torch.equal(full.isfinite(), expected.isfinite())
 
@@ -83,7 +84,25 @@ def test_flat_distributions_beyond_the_sorted_candidates_are_exact(monkeypatch: 
     logits = torch.linspace(0, 0.01, 300, dtype=torch.float64)[None]
     whole = Sampler(temperature=1.0, top_p=0.9, seed=1)(logits.expand(50, -1), torch.arange(50))
     monkeypatch.setattr(sampling, "TOP_P_CANDIDATES", 16)
-    assert torch.equal(whole, Sampler(temperature=1.0, top_p=0.9, seed=1)(logits.expand(50, -1), torch.arange(50)))
+    sampler = Sampler(temperature=1.0, top_p=0.9, seed=1)
+    assert torch.equal(whole, sampler(logits.expand(50, -1), torch.arange(50)))
+    assert sampler.choose(logits, torch.arange(1)).tolist() == [UNDECIDED]
+    steep = 30000 * logits.expand(50, -1)
+    assert torch.equal(sampler.choose(steep, torch.arange(50)), sampler(steep, torch.arange(50)))
+
+
+def test_seed_and_temperature_may_be_tensors() -> None:
+    logits, positions = torch.randn(6, 40, generator=torch.Generator().manual_seed(2)), torch.arange(6)
+    for seed in (5, 2**40 + 1):
+        for settings in ({}, {"top_k": 7}, {"top_p": 0.8}):
+            sampler = Sampler(temperature=0.7, seed=seed, **settings)
+            draw = Draw.of(seed, 0.7)
+            assert torch.equal(sampler.form.choose(logits, positions, draw=draw), sampler(logits, positions))
+            expected = sampler.guesses(logits, positions, count=5)
+            for ours, theirs in zip(sampler.form.guesses(logits, positions, count=5, draw=draw), expected, strict=True):
+                assert torch.equal(ours, theirs)
+    assert Sampler(temperature=0.3, seed=1).form == Sampler(temperature=0.9, seed=2).form
+    assert Sampler(temperature=0.3).form != Sampler().form
 
 
 def test_repetition_penalty_counts_each_nodes_own_ancestors() -> None:

@@ -1,0 +1,58 @@
+"""What a decoder layer on kernels is made of, for a model's step and for an EAGLE head's rows alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from specq.models.layers import DecoderLayer
+from specq.models.rope import RopeTable
+from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
+from specq_kernels.launch import row_bucket
+from specq_kernels.norm_rope import rms_norm, silu_mul
+
+SUMMED_HEAD_DIMS = (32, 64, 128)  # attention can emit group sums of whole heads of these
+
+
+def finish_layer(layer: DecoderLayer, x: Tensor, attended: Tensor, *, sums: Tensor | None) -> Tensor:
+    """The residual stream [rows, hidden] after attention's output [rows, heads * head_dim] and the MLP.
+
+    `sums` are those of `attended` that `attention_sums` made room for.
+    """
+    x = multiply(layer.o, attended, residual=x, sums=sums)
+    h, _, sums = rms_norm(x, layer.mlp_norm, eps=layer.eps, group=sums_group(layer.gate_up))
+    if isinstance(layer.gate_up, KernelGateUp):
+        return multiply(layer.down, layer.gate_up.product(h, sums=sums), residual=x)
+    h, sums = silu_mul(multiply(layer.gate_up, h, sums=sums), group=sums_group(layer.down))
+    return multiply(layer.down, h, residual=x, sums=sums)
+
+
+def multiply(module: nn.Module, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+    """[nodes, N]: the module's product plus `residual`; `sums` are those `sums_group(module)` asks for."""
+    if isinstance(module, KernelLinear):
+        return module.product(x, residual=residual, sums=sums)
+    if isinstance(module, DenseKernelLinear):
+        return module.product(x, residual=residual)
+    y: Tensor = module(x)
+    return y if residual is None else y + residual
+
+
+def sums_group(module: nn.Module) -> int | None:
+    """The group over which the module wants sums of its x from whoever makes x, or None."""
+    return module.sums_group if isinstance(module, KernelLinear | KernelGateUp) else None
+
+
+def attention_sums(layer: DecoderLayer, count: int, *, device: torch.device) -> Tensor | None:
+    """Where attention writes group sums for the o product, None where it cannot or none are wanted."""
+    group, columns = sums_group(layer.o), layer.heads * layer.head_dim
+    if group is None or columns % 256 or layer.head_dim not in SUMMED_HEAD_DIMS:
+        return None
+    return torch.empty(columns // group, row_bucket(count), dtype=torch.float32, device=device)
+
+
+def rotary_tables(table: RopeTable, positions: int) -> tuple[Tensor, Tensor]:
+    """(cos, sin) fp32 [positions, head_dim / 2], the values that prefill turns by."""
+    table.grow(positions)
+    half = table.cos.shape[1] // 2
+    # the second half of the table's sin has the plain sign
+    return table.cos[:, :half].float().contiguous(), table.sin[:, half:].float().contiguous()

@@ -1,0 +1,205 @@
+"""A verification on the device: nodes, step, samples, walk and compaction without the host, then one read.
+
+Its shapes are those of the node bucket, so on CUDA it is one graph a bucket and form of sampling; everywhere it is the
+same code. The definition is `Verifier.verify`. Source: DESIGN.md section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specq.models.cache import KVCache
+from specq.models.causal_lm import CausalLM
+from specq.models.device_step import BUCKETS, DeviceStep, padded_count
+from specq.quant.kernel_linear import DenseKernelLinear
+from specq.spec.host import Download, Upload
+from specq.spec.sampling import Sampler, Seen
+from specq.spec.tree import MAX_NODES, DraftTree
+from specq.spec.verifier import Verifier
+from specq_kernels.kv_cache import compact, compact_rows
+from specq_kernels.launch import runs_kernel
+from specq_kernels.sampling import Draw, argmax, gumbel_argmax, signed
+from specq_kernels.tree_nodes import graft_nodes, walk_nodes
+from specq_kernels.w16a16 import w16a16_argmax
+
+
+class DeviceVerifier(Verifier):
+    """A verifier whose rounds run on the device; prompts as before."""
+
+    def __init__(self, round_: DeviceRound, sampler: Sampler) -> None:
+        super().__init__(round_.model, round_.cache, sampler)
+        self.round = round_
+
+    def verify(self, context: Sequence[int], tree: DraftTree) -> list[int]:
+        start = self._checked_length(context)
+        pending = context[start:]
+        decided = self.ready(context)(start, pending, tree)
+        if not decided:
+            decided = [self._decide_alone(context, len(pending) - 1)]
+        self.cache.commit(len(pending) - 1 + len(decided))
+        return decided
+
+    def ready(self, context: Sequence[int]) -> DeviceRound:
+        """The round, set to sample as this verifier does behind this context."""
+        if self.round.user is not self:
+            self.round.use(self.sampler)
+            self.round.user = self
+        if self.sampler.needs_seen:
+            self.round.seen.show(context)
+        return self.round
+
+    def rollback(self, n: int) -> None:
+        super().rollback(n)
+        self.round.seen.forget(n)
+
+    def _decide_alone(self, context: Sequence[int], row: int) -> int:
+        """The token after the pending ones, from a distribution too flat for the round's candidates."""
+        logits, positions = self.round.last_row(row)
+        seen = self._seen(context, DraftTree.from_lists([], []), -1) if self.sampler.needs_seen else None
+        return int(self.sampler(logits, positions, seen))
+
+
+class DeviceRound:
+    """The verification of one model over one cache: its buffers, and a graph for every bucket and form of sampling."""
+
+    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+        """Raises TypeError for a model without a DeviceStep."""
+        if not isinstance(model.device_step, DeviceStep):
+            raise TypeError("model: it has no DeviceStep")
+        device = model.device
+        self.model, self.cache = model, cache
+        self._step = model.device_step.bind(cache)
+        self.graphs = model.device_step.graphs()
+        self._upload = Upload(3 + 3 * MAX_NODES, device)
+        whole = self._upload.device
+        self._counts, self._pending = whole[:3], whole[3 : 3 + MAX_NODES]
+        self._draft = whole[3 + MAX_NODES :].view(2, MAX_NODES)
+        self._tokens, self._parents, self._path = torch.zeros(3, MAX_NODES, dtype=torch.int32, device=device).unbind()
+        self._positions = torch.zeros(MAX_NODES, dtype=torch.int64, device=device)
+        self._kept = torch.zeros(1, dtype=torch.int32, device=device)
+        self._result = torch.zeros(MAX_NODES + 1, dtype=torch.int32, device=device)
+        self._download = Download(self._result)
+        self._logits: dict[int, Tensor] = {}
+        self._ran = 0
+        self.user: Verifier | None = None
+        self.sampler, self.draw = Sampler(), Draw.of(0, 1.0, device)
+        self.seen = SeenIds(cache.max_len, device)
+
+    def use(self, sampler: Sampler) -> None:
+        """Sample as this one does from now on."""
+        self.sampler = sampler
+        self.draw.seed.fill_(signed(sampler.seed))
+        if sampler.temperature > 0:
+            self.draw.temperature.fill_(sampler.temperature)
+        self.seen.forget(0)
+
+    @torch.inference_mode()
+    def __call__(self, length: int, pending: Sequence[int], tree: DraftTree) -> list[int]:
+        """The tokens decided behind `length` committed ones; none where the first could not be decided."""
+        self._load(length, pending, tree)
+        count = padded_count(len(pending) + len(tree), room=self.cache.max_len - length)
+        if count in BUCKETS:
+            self.graphs.run((count, self.sampler.form), lambda: self._run(count))
+        else:
+            self._run(count)
+        self._ran = count
+        values = self._download.read()
+        return values[1 : values[0] + 1]
+
+    def last_row(self, row: int) -> tuple[Tensor, Tensor]:
+        """(logits [1, vocab], position [1] of the token after it) of a node of the last round."""
+        return self._logits[self._ran][row : row + 1], self._positions[row : row + 1]
+
+    def _load(self, length: int, pending: Sequence[int], tree: DraftTree) -> None:
+        n, drafted = len(pending), len(tree)
+        values = self._upload.write()
+        values[:3] = length, n, drafted
+        values[3 : 3 + n] = pending
+        is_here = tree.tokens.device.type == "cpu" and drafted > 0
+        if is_here:
+            at = 3 + MAX_NODES
+            values[at : at + drafted] = tree.tokens.numpy()
+            values[at + MAX_NODES : at + MAX_NODES + drafted] = tree.parents.numpy()
+        self._upload.send()
+        if drafted > 0 and not is_here:
+            self._draft[0, :drafted].copy_(tree.tokens)
+            self._draft[1, :drafted].copy_(tree.parents)
+
+    def _run(self, count: int) -> None:
+        """A round of `count` nodes, padding included."""
+        step, cache = self._step, self.cache
+        graft_nodes(
+            self._counts,
+            self._pending,
+            self._draft,
+            tokens=self._tokens,
+            ids=step.tokens,
+            parents=self._parents,
+            depths=step.depths,
+            mask=step.mask,
+            positions=self._positions,
+            length=step.length,
+        )
+        step.forward(count)
+        sampled = self._sample(count)
+        walk_nodes(
+            self._counts, self._tokens, self._parents, sampled, path=self._path, kept=self._kept, result=self._result
+        )
+        if count > 1:
+            path = self._path[:count]
+            compact(cache.k, cache.v, path, self._kept, step.length)
+            if cache.features is not None:
+                compact_rows(cache.features, path, self._kept, step.length)
+
+    def _sample(self, count: int) -> Tensor:
+        """int64 [count]: the token after each node, UNDECIDED where it cannot be said without the host."""
+        sampler, positions = self.sampler, self._positions[:count]
+        hidden = self._step.final[:count]
+        is_plain = runs_kernel(hidden) and not sampler.has_filter and not sampler.needs_seen
+        head = self.model.head
+        if is_plain and sampler.temperature == 0 and isinstance(head, DenseKernelLinear) and head.bias is None:
+            return w16a16_argmax(hidden, head.kernel_weight, vocab=sampler.vocab)
+        logits = self.model.logits(hidden)
+        if is_plain and sampler.temperature == 0:
+            return argmax(logits, vocab=sampler.vocab)
+        if is_plain:
+            return gumbel_argmax(logits, positions, self.draw, vocab=sampler.vocab)
+        if sampler.may_be_undecided(logits):
+            self._logits[count] = logits  # held, so that nothing else is written there
+        seen = None
+        if sampler.needs_seen:
+            ancestors = unpack_mask(self._step.mask[:count], count)
+            seen = Seen(self.seen.ids, self._step.tokens[:count].long(), ancestors)
+        return sampler.choose(logits, positions, seen, draw=self.draw)
+
+
+class SeenIds:
+    """The ids of a context on the device, in a buffer of fixed size; `ids` int64 [max_len], repeated to its end."""
+
+    def __init__(self, max_len: int, device: torch.device) -> None:
+        self._upload = Upload(max_len, device)
+        self.ids = torch.zeros(max_len, dtype=torch.int64, device=device)
+        self._count = 0
+
+    def show(self, context: Sequence[int]) -> None:
+        """Make `ids` those of the context; only what is new since `forget` travels."""
+        if self._count < len(context):
+            values = self._upload.write()
+            values[self._count : len(context)] = context[self._count :]
+            values[len(context) :] = context[0]
+            self._upload.send()
+            self.ids.copy_(self._upload.device)
+            self._count = len(context)
+
+    def forget(self, n: int) -> None:
+        """What lies behind the first `n` tokens may have changed."""
+        self._count = min(self._count, n)
+
+
+def unpack_mask(words: Tensor, nodes: int) -> Tensor:
+    """bool [rows, nodes] of ancestor words int32 [rows, 2]."""
+    bits = torch.arange(nodes, device=words.device)
+    return (words[:, bits // 32] >> bits % 32 & 1).bool()
