@@ -20,7 +20,7 @@ import torch
 
 from specq_kernels import configs
 from specq_kernels.group_sums import group_sums
-from specq_kernels.launch import ROW_BUCKETS, device_name, num_multiprocessors
+from specq_kernels.launch import ROW_BUCKETS, device_capability, device_name, num_multiprocessors
 from specq_kernels.timing import copies_for, graph_us, require_cuda
 from specq_kernels.w4_layout import STEP, W4Weight, pack_w4
 from specq_kernels.w4a16 import w4a16
@@ -49,6 +49,7 @@ W4_TILES = {  # by rows, the first of each for every split; registers 0 is the c
         (128, 8, 3, 128, 1, 128), (128, 4, 4, 0, 0, 128), (256, 16, 4, 0, 1, 128),
     ),
 }  # fmt: skip
+W4_ROLES_STAGES = {16: (6, 10), 32: (5, 8), 64: (4, 6)}  # of w4_hopper, whose tile is fixed
 FIRST_TILES = 3  # of each row count, to find the best splits; then every tile for these
 BEST_SPLITS = 4
 AHEAD_CHOICES = (0, 2, 4, 8, 16)  # steps of 256 k asked into the L2 before the kernel ahead has ended
@@ -95,10 +96,21 @@ def shapes_of(name: str, kernel: str) -> list[tuple[int, int]]:
     return [(int(n), int(k))]
 
 
-def tile_configs(kernel: str, rows: int) -> list[configs.Config]:
-    """Every tile that is tried for a row count."""
+def tile_configs(kernel: str, rows: int, *, has_roles: bool = False) -> list[configs.Config]:
+    """Every tile that is tried for a row count; `has_roles` with the ones of w4_hopper, after the first."""
     names, tiles = (W4_NAMES, W4_TILES) if kernel == "w4a16" else (W16_NAMES, W16_TILES)
-    return [{"block_m": rows, **dict(zip(names, tile, strict=True))} for tile in tiles[rows]]
+    found: list[configs.Config] = [{"block_m": rows, **dict(zip(names, tile, strict=True))} for tile in tiles[rows]]
+    if has_roles:
+        found[1:1] = [
+            {"block_m": rows, "block_n": 256, "warps": 4, "stages": stages, "roles": 1}
+            for stages in reversed(W4_ROLES_STAGES[rows])
+        ]
+    return found
+
+
+def runs_roles(group: int) -> bool:
+    """Whether w4_hopper runs groups of this size on this device."""
+    return group == 128 and device_capability(0)[0] == 9
 
 
 def split_candidates(n: int, k: int, processors: int) -> list[configs.Config]:
@@ -125,7 +137,13 @@ def tune_w4a16(n: int, k: int, group: int, dtype: torch.dtype) -> dict[str, obje
         calls = [partial(w4a16, x, w, sums=s, config=config) for w in weights]
         return graph_us(calls, repeats=3, target_us=500)
 
-    return choose("w4a16", first.padded[0], split_candidates(*first.padded, num_multiprocessors(0)), measure)
+    padded_n = first.padded[0]
+    tiles = {
+        rows: [c for c in tile_configs("w4a16", rows, has_roles=runs_roles(group)) if padded_n % c["block_n"] == 0]
+        for rows in ROW_BUCKETS
+    }
+    splits = split_candidates(*first.padded, num_multiprocessors(0))
+    return choose(splits, tiles, measure, AHEAD_CHOICES)
 
 
 def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
@@ -140,11 +158,14 @@ def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
 
     most = 1 if n // 64 >= 4 * num_multiprocessors(0) else 8
     splits = [{"split": parts} for parts in (1, 2, 4, 8) if parts <= most and k // STEP >= 2 * parts]
-    return choose("w16a16", n, splits, measure)
+    return choose(splits, {rows: tile_configs("w16a16", rows) for rows in ROW_BUCKETS}, measure)
 
 
 def choose(
-    kernel: str, n: int, splits: Sequence[configs.Config], measure: Callable[[configs.Config], float]
+    splits: Sequence[configs.Config],
+    tiles: dict[int, list[configs.Config]],
+    measure: Callable[[configs.Config], float],
+    ahead_choices: Sequence[int] = (),
 ) -> dict[str, object]:
     """How K is split and, for each row count, the fastest tile with its microseconds.
 
@@ -154,10 +175,8 @@ def choose(
     def fastest(split: configs.Config, count: int | None) -> dict[int, tuple[float, configs.Config]]:
         found = {}
         for rows in ROW_BUCKETS:
-            tiles = tile_configs(kernel, rows)
-            if kernel == "w4a16":
-                tiles = [c for c in tiles if split["tail_from"] % c["block_n"] == 0 == n % c["block_n"]]
-            found[rows] = min(((measure({**split, **tile}), tile) for tile in tiles[:count]), key=lambda pair: pair[0])
+            fitting = [c for c in tiles[rows] if split.get("tail_from", 0) % c["block_n"] == 0]
+            found[rows] = min(((measure({**split, **c}), c) for c in fitting[:count]), key=lambda pair: pair[0])
         return found
 
     def total(found: dict[int, tuple[float, configs.Config]]) -> float:
@@ -166,9 +185,9 @@ def choose(
     promising = sorted(splits, key=lambda split: total(fastest(split, FIRST_TILES)))[:BEST_SPLITS]
     found, split = min(((fastest(split, None), split) for split in promising), key=lambda pair: total(pair[0]))
     rows_entry: dict[str, configs.Config | dict[str, float]] = {}
-    for rows, (_, tile) in found.items():
-        ahead_choices = [{**tile, "ahead": ahead} for ahead in AHEAD_CHOICES] if kernel == "w4a16" else [tile]
-        us, best = min(((measure({**split, **choice}), choice) for choice in ahead_choices), key=lambda pair: pair[0])
+    for rows, (us, tile) in found.items():
+        choices = [{**tile, "ahead": ahead} for ahead in ahead_choices if not tile.get("roles")]
+        us, best = min([(us, tile), *((measure({**split, **c}), c) for c in choices)], key=lambda pair: pair[0])
         rows_entry[str(rows)] = {**{key: value for key, value in best.items() if key != "block_m"}, "us": round(us, 2)}
     return {**split, "rows": rows_entry}
 
@@ -187,7 +206,9 @@ def random_w16(n: int, k: int, dtype: torch.dtype) -> W16Weight:
 def compile_all(kernel: str, dtype: torch.dtype, group: int, jobs: int) -> None:
     """Fill Triton's cache from several processes, so that measuring waits for no compiler."""
     splits = (1, 4, 8, 16) if kernel == "w4a16" else (1, 2, 4, 8)
-    todo = [{"split": split, **tile} for split in splits for rows in ROW_BUCKETS for tile in tile_configs(kernel, rows)]
+    roles = kernel == "w4a16" and runs_roles(group)
+    tiles = [tile for rows in ROW_BUCKETS for tile in tile_configs(kernel, rows, has_roles=roles)]
+    todo = [{"split": split, **tile} for split in splits for tile in tiles]
     parts = [todo[i::jobs] for i in range(jobs)]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile_some, [kernel] * jobs, parts, [dtype] * jobs, [group] * jobs))

@@ -134,6 +134,11 @@ def _launch(
     units = tiles, tail_tiles, split, tail_split = _units(weight, config)
     most = max(split, tail_split)
     partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
+    if config.get("roles"):
+        from specq_kernels import w4_hopper  # needs sm_90 and Triton's gluon
+
+        w4_hopper.launch(x, weight, sums, bias, residual, out, partials, units, config)
+        return
     early = has_dependent_launch(x)
     has_ahead = early and following is not None
     ahead = following if has_ahead and following is not None else weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from specq_kernels.launch import ROW_BUCKETS
 from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
 from specq_kernels.sampling import Draw, argmax, gumbel_argmax, gumbel_argmax_ref
 from specq_kernels.tree_attention import CHUNKS, LEAST_CHUNK, pack_mask, tree_attention, tree_attention_ref
-from specq_kernels.tune import tile_configs
+from specq_kernels.tune import runs_roles, tile_configs
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
 from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
@@ -90,11 +92,32 @@ def test_rows_agree_bitwise_across_tile_sizes(rows: int) -> None:
     split = {"split": 2, "tail_split": 8, "tail_from": 1280}
     whole = w4a16(x, weight, config={**split, "block_n": 64, "block_m": 64, "warps": 4, "stages": 2})
     reference = w4a16_ref(x.double(), weight)
-    for tile in tile_configs("w4a16", rows):
+    for tile in tile_configs("w4a16", rows, has_roles=runs_roles(128)):
         for count in (rows, rows // 2 + 1):
             part = w4a16(x[:count].contiguous(), weight, config={**split, **tile})
             assert error(part, reference[:count]) < TOLERANCE[torch.bfloat16], tile
             assert torch.equal(part, whole[:count]), tile
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k", "form"), [(1008, 1000, "symmetric"), (768, 2048, "zeros"), (512, 4096, "minima")])
+def test_warps_of_separate_roles_give_the_same_bits(n: int, k: int, form: str, dtype: torch.dtype) -> None:
+    if not runs_roles(128):
+        pytest.skip("not a Hopper GPU")
+    split = {"split": 2, "tail_split": 4, "tail_from": 256}
+    plain, roles = {"block_n": 64, "warps": 4, "stages": 2}, {"block_n": 256, "stages": 4, "roles": 1}
+    x, residual = torch.randn(60, k, device="cuda", dtype=dtype), torch.randn(60, n, device="cuda", dtype=dtype)
+    weight, gate_up = (random_weight(n, k, 128, form, is_gate_up=is_gate_up) for is_gate_up in (False, True))
+    for rows, block_m in ((1, 16), (16, 16), (23, 32), (60, 64)):
+        calls = [
+            partial(w4a16, x[:rows].contiguous(), weight, bias=residual[0], residual=residual[:rows].contiguous()),
+            partial(w4a16_silu, x[:rows].contiguous(), gate_up),
+        ]
+        for call in calls:
+            expected = call(config={**split, **plain, "block_m": block_m})
+            for _ in range(20):
+                assert torch.equal(call(config={**split, **roles, "block_m": block_m}), expected), (rows, call)
+    assert not weight.counters.any()
 
 
 def test_split_k_repeats_bitwise() -> None:
