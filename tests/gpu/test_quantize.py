@@ -48,7 +48,7 @@ def test_the_gpus_result_is_as_close_as_the_cpus(source: Path, tmp_path: Path) -
 
 def test_activations_on_the_host_change_no_bit(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_device = run(source, tmp_path / "device")
-    monkeypatch.setattr("specq.compress.runner.DEVICE_SHARE", 0.0)
+    monkeypatch.setattr("specq.compress.job.DEVICE_SHARE", 0.0)
     assert digest(run(source, tmp_path / "host")) == digest(on_device)
 
 

@@ -82,8 +82,8 @@ def _behind(layer: StagedLayer, stream: list[Tensor], device: str) -> list[Tenso
 
 def dense_product(weights: WeightSource, index: int, product: str, *, device: str) -> Tensor:
     """The product's matrices of a layer below each other, fp32 [out, in]."""
-    parts = [weights.tensor(f"model.layers.{index}.{name}.weight").to(device) for name in PRODUCTS[product]]
-    return torch.cat([part.float() for part in parts])
+    parts = [weights.linear(f"model.layers.{index}.{name}").to(device) for name in PRODUCTS[product]]
+    return torch.cat([part.float() if isinstance(part, Tensor) else part.dequantize() for part in parts])
 
 
 def _embedded(weights: WeightSource, tokens: Tensor) -> list[Tensor]:
