@@ -70,21 +70,69 @@ def test_each_combination_of_swept_values_is_a_row(call, pair) -> None:
     assert document["recipe"]["pipeline"]["max_ngram"] == 3
 
 
-def test_auto_is_the_row_a_profile_chose(call, pair, monkeypatch, tmp_path) -> None:
+@pytest.fixture
+def profiled(pair, monkeypatch, tmp_path) -> None:
+    """A stored profile of the pair that chose sequences of 2, though it predicted those of 9 to be the fastest."""
     monkeypatch.setenv("SPECQ_CACHE", str(tmp_path))
     models = {"target": Path(pair[0]), "intermediate": Path(pair[2])}
     key = ProfileKey.here(models, device="cpu", dtype="auto")
     level = Level(None, ((0, 1.0), (2048, 1.0)))
     chosen = Decision("sequence", (("pipeline.draft_length", 2),), (level,), 50.0, 1.5, None, "2026-01-01")
     key.path.parent.mkdir(parents=True)
-    record = {"format": FORMAT, "is_complete": True, "key": key.record(), "decision": chosen.record()}
+    rates = {"predicted_tps": 90.0, "gain": 1.8, "uncertainty": 0.2, "accept_len": 1.5, "round_ms": 16.0}
+    candidates = [
+        {"pipeline": "sequence", "settings": {"pipeline.draft_length": 9}, **rates},
+        {"pipeline": "sequence", "settings": {"pipeline.draft_length": 2}, **rates, "accept_len": 2.0},
+        {"pipeline": "plain", "settings": {}, **rates, "gain": 1.0, "uncertainty": 0.0},
+    ]
+    record = {
+        "format": FORMAT,
+        "is_complete": True,
+        "key": key.record(),
+        "decision": chosen.record(),
+        "plan": {"context": 64, "candidates": candidates},
+        "sampling": {"temperature": 0.5, "top_p": 1.0},
+        "measured_at": "2026-01-01",
+    }
     key.path.write_text(json.dumps(record), encoding="utf-8")
+
+
+def test_auto_is_the_row_a_profile_chose(call, pair, profiled) -> None:
     document = bench(call, pair, "--pipeline", "auto,lookup", "--limit", "1")
     assert [row["row"] for row in document["rows"]] == ["plain", "auto", "lookup"]
     auto = document["rows"][1]
     assert auto["match"]["exact"] == 2
     assert 1.0 < auto["accept_len"] <= 3.0
     assert {s["pipeline"] for s in document["samples"] if s["row"] == "auto"} == {"sequence"}
+
+
+def test_what_a_profile_predicted_stands_beside_what_was_measured(call, pair, profiled) -> None:
+    document = bench(call, pair, "--pipeline", "auto,lookup", "--limit", "1")
+    plain, auto = document["profile"]["predictions"]  # the profile planned no lookup
+    assert (plain["row"], auto["row"]) == ("plain", "auto")
+    measured = document["rows"][1]
+    assert auto["predicted_tps"] == 90.0
+    assert auto["off"] == pytest.approx(90.0 / measured["decode_tps"] - 1)
+    assert (auto["predicted_accept_len"], auto["measured_accept_len"]) == (2.0, measured["accept_len"])
+    assert auto["measured_round_ms"] == pytest.approx(1e3 * measured["accept_len"] / measured["decode_tps"])
+    done = call("bench", *pair, *ARGUMENTS, "--pipeline", "auto", "--limit", "1")
+    assert "on average for the fastest 2" in done.out
+    assert done.out.rstrip().endswith("it holds for 64 tokens of context and was measured at temperature 0.5")
+
+
+def test_profiled_sizes_are_those_predicted_to_be_the_fastest(call, pair, profiled) -> None:
+    document = bench(call, pair, "--pipeline", "sequence,lookup", "--limit", "1", "--profiled")
+    assert [row["row"] for row in document["rows"]] == ["plain", "sequence draft_length=9", "lookup"]
+    assert [each["row"] for each in document["profile"]["predictions"]] == ["plain", "sequence draft_length=9"]
+    done = call("bench", *pair, "--profiled", "--set", "pipeline.draft_length=2,3")
+    assert (done.code, done.out) == (2, "")
+    assert "`--profiled` sets `pipeline.draft_length` itself" in done.err
+
+
+def test_profiled_without_a_profile_is_refused(call, pair) -> None:
+    done = call("bench", *pair, "--profiled")
+    assert (done.code, done.out) == (2, "")
+    assert "`--profiled` cannot run: these models have no profile on this device" in done.err
 
 
 def test_tables_and_files(call, pair, tmp_path) -> None:

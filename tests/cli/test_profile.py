@@ -82,7 +82,10 @@ def test_a_profile_of_every_part_is_shown_stored_and_saved_as_a_recipe(
     steps = record["costs"]["models"]["target"]["steps"]
     assert {(s["form"], s["nodes"]) for s in steps} >= {("sequence", 1), ("sequence", 8), ("tree", 32)}
     assert record["measured"][0]["pipeline"] == "plain"
-    assert set(record["memory_bytes"]) == {"target", "intermediate", "target_head", "intermediate_head"}
+    heads = {f"{model}_head{bits}" for model in ("target", "intermediate") for bits in ("", "_8", "_4")}
+    assert set(record["memory_bytes"]) == {"target", "intermediate", *heads}
+    drafted = {c["settings"]["drafter.head_bits"] for c in record["plan"]["candidates"] if c["pipeline"] == "eagle2"}
+    assert drafted == {16, 8, 4}
     assert record["environment"]["torch"]
     assert record["reason"]
     written = yaml.safe_load(recipe.read_text())

@@ -9,8 +9,9 @@ from typing import Protocol
 
 import torch
 
-from specq.bench.memory import PeakMemory, storages
+from specq.bench.memory import PeakMemory
 from specq.bench.transformers_baseline import TransformersModel
+from specq.models.storages import storages
 from specq.recipe import Recipe, Sampling
 from specq.spec.pipelines import PIPELINES
 from specq.spec.session import Generation, Pipeline
@@ -51,14 +52,14 @@ class Contestant(Protocol):
 class PipelineContestant:
     """A pipeline of specq with the settings of one row; several share the models of one `Pipeline`.
 
-    `idle_bytes` are those of models in memory that it does not use.
+    `decoded` is the pipeline that `auto` means; `idle_bytes` are those of models in memory that it does not use.
     """
 
     def __init__(self, name: str, pipeline: Pipeline, *, kind: str, recipe: Recipe) -> None:
         self.name, self.pipeline, self.kind, self.recipe = name, pipeline, kind, recipe
         parts = pipeline.parts
-        decoded = pipeline.decision.pipeline if kind == "auto" and pipeline.decision else kind
-        used = {role: getattr(parts, role) for role in ("target", *PIPELINES[decoded].needs)}
+        self.decoded = pipeline.decision.pipeline if kind == "auto" and pipeline.decision else kind
+        used = {role: getattr(parts, role) for role in ("target", *PIPELINES[self.decoded].needs)}
         everything = storages(vars(parts))
         self.idle_bytes = sum(everything.values()) - sum(storages(used).values())
         self._memory = PeakMemory(pipeline.target.device)

@@ -1,54 +1,14 @@
-"""Bytes: what tensors take, and the most that was taken while something ran."""
+"""The most memory that was taken while something ran; what tensors take is models/storages.py's to say."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from specq.models.cache import KVCache
 
 RESET_PEAK = "5"
 """What Linux takes in clear_refs to begin a new peak of resident memory."""
-
-
-def storages(value: Any) -> dict[int, int]:
-    """Bytes by address of every tensor below a value, shared ones once.
-
-    On a CPU caches count nothing: their pages are taken only when they are written.
-    """
-    found: dict[int, int] = {}
-    for tensor in _tensors(value, set()):
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    children: list[Any] = []
-    if isinstance(value, nn.Module):
-        children = list(vars(value).values())
-    elif isinstance(value, KVCache):
-        children = [] if value.k.device.type == "cpu" else list(vars(value).values())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif isinstance(value, Mapping):
-        children = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        children = list(value)
-    for child in children:
-        yield from _tensors(child, seen)
 
 
 class PeakMemory:

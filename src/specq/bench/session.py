@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specq.bench.contestants import (
@@ -12,13 +12,12 @@ from specq.bench.contestants import (
     TransformersContestant,
     transformers_dtypes,
 )
-from specq.bench.memory import storages
 from specq.bench.sweep import Row, choose_pipelines, make_rows, split_names
 from specq.bench.transformers_baseline import TransformersModel
 from specq.errors import UsageError
 from specq.hub import resolve_model
 from specq.models.loader import check_memory, model_spec
-from specq.models.shared import read_shared
+from specq.models.storages import storages
 from specq.recipe import Recipe, Sampling
 from specq.spec.decision import Decision, ProfileKey
 from specq.spec.load import choose_device, load_pipeline, model_refs
@@ -26,6 +25,8 @@ from specq.spec.pipelines import PIPELINES
 from specq.spec.session import Pipeline
 
 Say = Callable[[str], None]
+
+NO_PROFILE = "these models have no profile on this device"
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,39 @@ def find_decision(plan: Plan, loading: Loading) -> Decision | None:
     """What a profile chose for these models here, when there is an `auto` row. Raises UsageError without a profile."""
     if not any(row.pipeline == "auto" for row in plan.rows):
         return None
+    decision, instead = profile_key(plan, loading).find()
+    if decision is None:
+        why = instead or NO_PROFILE
+        raise UsageError(f"`auto` cannot run: {why}", hint="specq profile measures one, or leave `auto` out")
+    return decision
+
+
+def profile_key(plan: Plan, loading: Loading) -> ProfileKey:
+    """The key under which a profile of the plan's models on this device would be stored."""
     refs = model_refs(plan.recipe, plan.wanted)
     paths = {
         role: resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path
         for role, ref in refs.items()
     }
-    decision, instead = ProfileKey.here(paths, device=choose_device(loading.device), dtype=loading.dtype).find()
-    if decision is None:
-        why = instead or "these models have no profile on this device"
-        raise UsageError(f"`auto` cannot run: {why}", hint="specq profile measures one, or leave `auto` out")
-    return decision
+    return ProfileKey.here(paths, device=choose_device(loading.device), dtype=loading.dtype)
+
+
+def profiled_rows(plan: Plan, resolve: Callable[[Sequence[str]], Recipe], loading: Loading) -> Plan:
+    """The plan with each pipeline at the sizes that the stored profile predicts fastest for it.
+
+    Raises UsageError without a profile.
+    """
+    key = profile_key(plan, loading)
+    forecasts = key.forecasts()
+    if forecasts is None:
+        why = key.find()[1] or NO_PROFILE
+        raise UsageError(f"`--profiled` cannot run: {why}", hint="specq profile measures one")
+    best = {row.pipeline: forecasts.best(row.pipeline) for row in plan.rows}
+    rows = [
+        Row(name, tuple((key, str(value)) for key, value in each.settings) if each else ())
+        for name, each in best.items()
+    ]
+    return replace(plan, rows=rows, recipes=[resolve(row.overrides) for row in rows])
 
 
 def open_models(
@@ -147,19 +171,17 @@ def transformers_contestants(
     pipeline = ours[0].pipeline
     device = pipeline.target.device
     paths = [target_path(plan.recipe, loading)]
-    specs = [pipeline.target.spec]
-    if (ref := plan.recipe.intermediate) is not None:
-        path = resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path
-        if read_shared(path) is None:  # without its embedding it is no model to transformers
-            paths.append(path)
-            specs.append(model_spec(path))
+    if plan.recipe.intermediate is not None:
+        ref = plan.recipe.intermediate
+        paths.append(resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path)
+    specs = [model_spec(path) for path in paths]
     contestants: list[TransformersContestant] = []
     for dtype in transformers_dtypes(device):
         name = str(dtype).removeprefix("torch.")
         models = [(spec, path, pipeline.context) for spec, path in zip(specs, paths, strict=True)]
         check_memory(models, device=str(device), dtype=name)
         say(f"loading {', '.join(path.name for path in paths)} into transformers in {name}")
-        target, *others = [TransformersModel(path, dtype=dtype, device=device) for path in paths]
+        target, *others = [TransformersModel(path, dtype=dtype, device=device, lender=paths[0]) for path in paths]
         for contestant in ours:
             contestant.idle_bytes += sum(storages([model.model for model in (target, *others)]).values())
         contestants.append(TransformersContestant(f"transformers {name}", target, pipeline))

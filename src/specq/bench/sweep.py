@@ -9,7 +9,7 @@ from itertools import product
 from specq.errors import UnsupportedError, UsageError
 from specq.spec.pipelines import PIPELINES
 
-TREE = ("drafter.nodes", "drafter.depth", "drafter.top_k", "drafter.noise_scale")
+TREE = ("drafter.nodes", "drafter.depth", "drafter.top_k", "drafter.noise_scale", "drafter.head_bits")
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "auto": (),

@@ -16,19 +16,26 @@ from specq.recipe import Sampling
 
 
 class TransformersModel:
-    """A transformers causal LM with the weights of a folder or .gguf file, in `dtype`."""
+    """A transformers causal LM with the weights of a folder or .gguf file, in `dtype`.
 
-    def __init__(self, path: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    What an intermediate was saved without is taken from the `lender`.
+    """
+
+    def __init__(self, path: Path, *, dtype: torch.dtype, device: torch.device, lender: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
 
         from specq.checkpoint import read_config
-        from specq.models.loader import model_spec
+        from specq.models.loader import model_spec, open_sharing
+        from specq.models.shared import read_shared
         from specq.tensors import open_weights
 
         logging.set_verbosity_error()  # assisted generation warns of arguments that it makes itself
         config = {k: v for k, v in read_config(path).items() if k != "quantization_config"}
-        weights = open_weights(path, model_spec(path))
+        spec, weights = model_spec(path), None
+        if read_shared(path) is not None:
+            weights, _ = open_sharing(path, spec, lender=lender, name=lender.name)
+        weights = weights or open_weights(path, spec)
         self.device = device
         self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval().to(device)
         with torch.no_grad():

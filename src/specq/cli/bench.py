@@ -25,8 +25,10 @@ from specq.cli.options import (
 from specq.errors import GateError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from specq.bench.prediction import RowPrediction
     from specq.bench.report import RowReport
     from specq.bench.run import Run
+    from specq.spec.decision import Forecasts
 
 MEASUREMENT, RESULT = "Measurement", "Output"
 
@@ -67,6 +69,14 @@ def bench(
             help="Also time transformers' generate on the same weights.",
         ),
     ] = None,
+    profiled: Annotated[
+        bool,
+        flag(
+            "--profiled",
+            panel=MEASUREMENT,
+            help="Each pipeline with the sizes that the stored profile predicts fastest for it.",
+        ),
+    ] = False,
     min_speedup: Annotated[
         float | None,
         flag(
@@ -101,8 +111,8 @@ def bench(
     compared with plain decoding's: exact, a tie (rounding explains it) or a bug, which is exit 3.
 
     In a list such as --set pipeline.draft_length=4,6,8 each value makes a row of its own; --pipeline auto is the row
-    that a profile chose. Decoding is greedy unless --temperature says otherwise. Prompts that do not fit the context
-    are left out and named.
+    that a profile chose. Where these models have a profile, what it predicted stands beside what was measured. Decoding
+    is greedy unless --temperature says otherwise. Prompts that do not fit the context are left out and named.
     """
     with Console(quiet=output.quiet).working() as console:
         from specq.bench.files import require_plot, require_writable
@@ -114,7 +124,7 @@ def bench(
                 require_writable(path)
         if plot is not None:
             require_plot(plot)
-        job = Job(console, model, pipeline=pipeline, sampling=sampling, prompt=prompt)
+        job = Job(console, model, pipeline=pipeline, sampling=sampling, prompt=prompt, is_profiled=profiled)
         chosen = job.load_suite(suite, limit)
         if min_speedup is not None and len(chosen.prompts) < 2:
             raise UsageError("`--min-speedup` needs at least two prompts", hint="raise --limit")
@@ -128,10 +138,21 @@ def bench(
             "repeats": repeats,
             **job.facts(matcher),
         }
+        predicted = job.predictions(rows)
+        if predicted is not None:
+            forecasts, predictions = predicted
+            facts["profile"] = {
+                "measured_at": forecasts.measured_at,
+                "context": forecasts.context,
+                "sampling": dict(forecasts.sampling),
+                "predictions": [each.record() for each in predictions],
+            }
         if output.as_json:
             console.document(_document(facts, rows, run))
         else:
             _show(console, rows, run, facts)
+            if predicted is not None:
+                _show_predictions(console, predicted, rows, facts["sampling"])
         _write_files(rows, facts, csv=csv, md=md, plot=plot)
     _gate(rows, min_speedup)
 
@@ -163,6 +184,20 @@ def _show(console: Console, rows: Sequence[RowReport], run: Run, facts: Mapping[
         f"{suite['prompts']} prompts ({suite['name']}), {length} {facts['max_new_tokens']} tokens each, "
         f"temperature {facts['sampling']['temperature']:g}, {environment['device']}, torch {environment['torch']}"
     )
+
+
+def _show_predictions(
+    console: Console,
+    predicted: tuple[Forecasts, Sequence[RowPrediction]],
+    rows: Sequence[RowReport],
+    sampling: Mapping[str, Any],
+) -> None:
+    from specq.bench.prediction import prediction_line, prediction_table
+
+    forecasts, predictions = predicted
+    console.line()
+    console.line(table(prediction_table(predictions, rows)))
+    console.line(prediction_line(predictions, forecasts, sampling))
 
 
 def show_differences(console: Console, rows: Sequence[RowReport]) -> None:

@@ -16,11 +16,13 @@ from specq.errors import NotEnoughMemoryError, UsageError
 if TYPE_CHECKING:
     from specq.bench.contestants import Decoding
     from specq.bench.match import Asked, Matcher
+    from specq.bench.prediction import RowPrediction
     from specq.bench.prompts import Suite
     from specq.bench.report import RowReport
     from specq.bench.run import Asking, Run, Sample
     from specq.bench.session import Loading, Plan
     from specq.recipe import Recipe
+    from specq.spec.decision import Forecasts
     from specq.spec.lossless import Verdict
 
 PROMPTS = "Prompts"
@@ -70,9 +72,13 @@ class Job:
         sampling: SamplingOptions,
         prompt: PromptOptions,
         exact_on_cpu: bool = False,
+        is_profiled: bool = False,
     ) -> None:
-        """With `exact_on_cpu` the number format is float32 on a CPU unless the flags say otherwise."""
-        from specq.bench.session import Loading, plan_rows
+        """With `exact_on_cpu` the number format is float32 on a CPU unless the flags say otherwise.
+
+        `is_profiled` takes the sizes of every pipeline from the stored profile.
+        """
+        from specq.bench.session import Loading, plan_rows, profiled_rows
         from specq.bench.sweep import split_sweeps
         from specq.cli.answer import read_text_file
         from specq.recipe import resolve
@@ -91,6 +97,10 @@ class Job:
             dtype = "float32"
         self.loading: Loading = Loading(pipeline.device, dtype, pipeline.threads, pipeline.offline or None)
         self.plan: Plan = plan_rows(with_more, asked=pipeline.pipeline, swept=swept)
+        if is_profiled:
+            if swept:
+                raise UsageError(f"`--profiled` sets `{next(iter(swept))}` itself", hint="leave one of them out")
+            self.plan = profiled_rows(self.plan, with_more, self.loading)
         self._template = None if prompt.chat_template is None else read_text_file(prompt.chat_template)
 
     def load_suite(self, source: str, limit: int | None) -> Suite:
@@ -182,6 +192,15 @@ class Job:
         except NotEnoughMemoryError as error:
             self.console.note(f"warning: {sample.prompt.id} differs and is not judged: {error.message}")
             return None
+
+    def predictions(self, rows: Sequence[RowReport]) -> tuple[Forecasts, list[RowPrediction]] | None:
+        """What the stored profile of these models predicted of the rows; None without a profile, or none of them."""
+        from specq.bench.prediction import predict_rows
+        from specq.bench.session import profile_key
+
+        forecasts = profile_key(self.plan, self.loading).forecasts()
+        found = [] if forecasts is None else predict_rows(forecasts, self.contestants, rows)
+        return (forecasts, found) if forecasts is not None and found else None
 
     def facts(self, matcher: Matcher) -> dict[str, Any]:
         """What a reader has to know to believe and to repeat the numbers."""

@@ -13,8 +13,7 @@ from torch import Tensor
 from specq.checkpoint import ModelSpec, QuantSpec, read_config
 from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
-from specq.models.eagle import EagleHead
-from specq.models.eagle_loader import ATTENTION, MLP, MLP_NORM, HeadFiles, build_head
+from specq.models.eagle_loader import ATTENTION, MLP, MLP_NORM, HeadFiles
 from specq.models.inventory import expected_tensors
 from specq.models.loader import build_model
 from specq.quant.packed import PackedWeight
@@ -83,7 +82,7 @@ def random_model(config: Mapping[str, Any], *, device: str, dtype: str) -> Causa
     return build_model(spec, RandomWeights(spec, torch.device(device)), device=device, dtype=dtype)
 
 
-def random_head(target: CausalLM) -> EagleHead:
+def random_head(target: CausalLM) -> HeadFiles:
     """An EAGLE-2 head for this model with random 16-bit weights: one layer of the model's own sizes and the fc."""
     spec = target.spec
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -106,7 +105,7 @@ def random_head(target: CausalLM) -> EagleHead:
         "rope_theta": spec.rope.theta,
         "max_position_embeddings": spec.max_context,
     }
-    return build_head(HeadFiles.from_source(config, _RandomTensors(shapes, target.device)), target)
+    return HeadFiles.from_source(config, _RandomTensors(shapes, target.device))
 
 
 class _RandomTensors:

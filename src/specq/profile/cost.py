@@ -19,11 +19,15 @@ NOTCH = 1.57
 
 
 class Tree(NamedTuple):
-    """A tree an EAGLE head drafts: rows its verifier runs (root included), levels, children a node."""
+    """A tree an EAGLE head drafts: rows its verifier runs (root included), levels, children a node.
+
+    `head_bits` are those of the output head it is drafted with.
+    """
 
     nodes: int
     depth: int
     top_k: int
+    head_bits: int = 16
 
 
 @dataclass(frozen=True)
@@ -125,12 +129,13 @@ class StepCurve:
 class CostModel:
     """Everything that was timed: steps by model role, drafting of a round by head role and shape, lookup, the loop.
 
-    `drafting[role][(depth, top_k)][context]` is one whole drafting of a head. `loop_ms` is what a decode round spends
-    outside drafting and verification. `drift` is how far the two halves of the measurement differ, as a share.
+    `drafting[role][(depth, top_k, head_bits)][context]` is one whole drafting of a head. `loop_ms` is what a decode
+    round spends outside drafting and verification. `drift` is how far the two halves of the measurement differ, as a
+    share.
     """
 
     steps: Mapping[str, StepCurve]
-    drafting: Mapping[str, Mapping[tuple[int, int], Mapping[int, Timing]]] = field(default_factory=dict)
+    drafting: Mapping[str, Mapping[tuple[int, int, int], Mapping[int, Timing]]] = field(default_factory=dict)
     lookup: Mapping[int, Timing] = field(default_factory=dict)
     loop_ms: float = 0.0
     drift: float = 0.0
@@ -148,14 +153,14 @@ class CostModel:
         return interpolate({at: t.cost for at, t in self.lookup.items()}, context) if self.lookup else Cost(0.0)
 
     def draft(self, role: str, tree: Tree, context: float) -> Cost:
-        """One drafting of this tree by the head. Raises KeyError for a depth and top-k that were not measured."""
-        return interpolate({at: t.cost for at, t in self.drafting[role][tree.depth, tree.top_k].items()}, context)
+        """One drafting of this tree by the head. Raises KeyError for a depth, top-k and bits that were not measured."""
+        return interpolate({at: t.cost for at, t in self.drafting[role][tree[1:]].items()}, context)
 
     def record(self) -> dict[str, Any]:
         drafting = [
-            {"head": role, "depth": depth, "top_k": top_k, "context": context, **timing.record()}
+            {"head": role, "depth": depth, "top_k": top_k, "head_bits": bits, "context": context, **timing.record()}
             for role, shapes in self.drafting.items()
-            for (depth, top_k), by_context in sorted(shapes.items())
+            for (depth, top_k, bits), by_context in sorted(shapes.items())
             for context, timing in sorted(by_context.items())
         ]
         return {

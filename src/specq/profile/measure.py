@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from specq.models.storages import storages
 from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve, Timing, Tree
 from specq.profile.timing import Samples, measure
 from specq.spec.drafters import PromptLookup
@@ -35,9 +38,10 @@ class Grid:
     depths: tuple[int, ...]
     top_ks: tuple[int, ...]
     prefill: int
+    head_bits: tuple[int, ...] = (16,)
 
     @classmethod
-    def of(cls, device: torch.device, *, context: int, tree: Tree | None) -> Grid:
+    def of(cls, device: torch.device, *, context: int, tree: Tree | None, head_bits: tuple[int, ...] = (16,)) -> Grid:
         """The grid for this device, up to the recipe's context and with the tree in it that the recipe asks for.
 
         A GPU pads to buckets, so those are measured; a CPU runs every count as it is and has time for two contexts
@@ -56,7 +60,8 @@ class Grid:
         if tree is not None:
             top_ks.add(tree.top_k)
             depths, trees = tuple(sorted({*depths, tree.depth})), tuple(sorted({*trees, tree.nodes}))
-        return cls(sequences, trees, tuple(fitting), depths, tuple(sorted(top_ks)), min(prefill, fitting[-1]))
+        prefill = min(prefill, fitting[-1])
+        return cls(sequences, trees, tuple(fitting), depths, tuple(sorted(top_ks)), prefill, head_bits)
 
     def at(self, context: int) -> Grid:
         """The same at one context."""
@@ -73,12 +78,13 @@ class StepKey(NamedTuple):
 
 
 class DraftKey(NamedTuple):
-    """A drafting: a head's role or `lookup`, context, depth, top-k."""
+    """A drafting: a head's role or `lookup`, context, depth, top-k, bits of the draft head."""
 
     role: str
     context: int
-    depth: int
-    top_k: int
+    depth: int = 0
+    top_k: int = 0
+    head_bits: int = 16
 
 
 class PrefillKey(NamedTuple):
@@ -119,17 +125,17 @@ def time_models(
 def cost_model(samples: Samples[AnyKey], *, loop_ms: float) -> CostModel:
     """The cost model of what was timed."""
     steps: dict[str, dict[str, dict[int, dict[int, Timing]]]] = {}
-    drafting: dict[str, dict[tuple[int, int], dict[int, Timing]]] = {}
+    drafting: dict[str, dict[tuple[int, int, int], dict[int, Timing]]] = {}
     prefill: dict[str, float] = {}
     for key, timing in samples.timings().items():
         if isinstance(key, StepKey):
             forms = steps.setdefault(key.role, {})
             forms.setdefault(key.form, {}).setdefault(key.context, {})[key.nodes] = timing
         elif isinstance(key, DraftKey):
-            drafting.setdefault(key.role, {}).setdefault((key.depth, key.top_k), {})[key.context] = timing
+            drafting.setdefault(key.role, {}).setdefault(key[2:], {})[key.context] = timing
         else:
             prefill[key.role] = timing.median_ms / key.tokens
-    lookup = drafting.pop("lookup", {}).get((0, 0), {})
+    lookup = next(iter(drafting.pop("lookup", {}).values()), {})
     curves = {role: StepCurve(forms, prefill.get(role)) for role, forms in steps.items()}
     return CostModel(curves, drafting, lookup, loop_ms, samples.drift())
 
@@ -143,13 +149,14 @@ def tree_of(tokens: Sequence[int], *, device: torch.device) -> DraftTree:
 def drafted_trees(grid: Grid) -> list[Tree]:
     """The trees whose verification and drafting the grid times; with one child a node only the whole chain."""
     chains = [Tree(depth + 1, depth, 1) for depth in grid.depths if 1 in grid.top_ks]
-    return chains + [
+    trees = [
         Tree(nodes, depth, top_k)
         for top_k in grid.top_ks
         for depth in grid.depths
         for nodes in grid.trees
         if top_k > 1 and depth < nodes <= 1 + top_k + (depth - 1) * top_k**2
     ]
+    return [tree._replace(head_bits=bits) for bits in grid.head_bits for tree in chains + trees]
 
 
 def _jobs(
@@ -169,13 +176,14 @@ def _jobs(
             for nodes in grid.trees:
                 yield StepKey(role, TREE, context, nodes), step_job(verifier, text, context, nodes, form=TREE)
             if head is not None:
-                for depth in grid.depths:
-                    for top_k in grid.top_ks:
-                        job = _drafting(head, verifier, text, context, Tree(MAX_NODES, depth, top_k))
-                        yield DraftKey(f"{role}_head", context, depth, top_k), job
+                # What fewer bits save does not depend on the context: one is enough where time is short.
+                bits = grid.head_bits if context == contexts[0] or seat.model.device.type == "cuda" else (16,)
+                for shape in product(grid.depths, grid.top_ks, bits):
+                    job = _drafting(head, verifier, text, context, Tree(MAX_NODES, *shape))
+                    yield DraftKey(f"{role}_head", context, *shape), job
         yield PrefillKey(role, grid.prefill), _prefill(seat, verifier, text, grid.prefill)
     for context in grid.contexts:
-        yield DraftKey("lookup", context, 0, 0), _lookup(lookup, text[: context + 1])
+        yield DraftKey("lookup", context), _lookup(lookup, text[: context + 1])
 
 
 def step_job(
@@ -198,7 +206,8 @@ def _drafting(
     seat: HeadSeat, verifier: Verifier, text: Sequence[int], context: int, tree: Tree
 ) -> Callable[[], object]:
     tokens = list(text[: context + 1])
-    drafter = EagleTree(seat.head, seat.cache, verifier, TreeShape(*tree))
+    shape = TreeShape(tree.nodes, tree.depth, tree.top_k)
+    drafter = EagleTree(seat.drafting_in(tree.head_bits), seat.cache, verifier, shape)
 
     def job() -> object:
         _fill(verifier, context)
@@ -231,16 +240,27 @@ def _fill(verifier: Verifier, length: int) -> None:
 
 
 def memory_of(parts: Parts) -> Mapping[str, int]:
-    """Bytes of every loaded model with its cache, by role."""
-    found = {}
+    """Bytes of every loaded model with its cache, by role; of draft heads in other bits, by `ROLE_BITS`.
+
+    What two models share counts with the first of them.
+    """
+    found: dict[str, int] = {}
+    counted: set[int] = set()
     for role in ("target", "intermediate", "target_head", "intermediate_head"):
         seat = getattr(parts, role)
         if seat is None:
             continue
-        module = seat.head if isinstance(seat, HeadSeat) else seat.model
-        tensors = {t.data_ptr(): t.nbytes for t in (*module.parameters(), *module.buffers())}
         cache = seat.cache
-        found[role] = sum(tensors.values()) + cache.k.nbytes + cache.v.nbytes
-        if cache.features is not None:
-            found[role] += cache.features.nbytes
+        found[role] = _new_bytes(seat.head if isinstance(seat, HeadSeat) else seat.model, counted)
+        found[role] += cache.k.nbytes + cache.v.nbytes + (0 if cache.features is None else cache.features.nbytes)
+        if isinstance(seat, HeadSeat):
+            found |= {f"{role}_{bits}": _new_bytes(other, counted) for bits, other in seat.others.items()}
     return found
+
+
+def _new_bytes(module: nn.Module, counted: set[int]) -> int:
+    """Bytes of the module's tensors that were not `counted` yet; they are then."""
+    tensors = storages(module)
+    size = sum(count for address, count in tensors.items() if address not in counted)
+    counted |= tensors.keys()
+    return size

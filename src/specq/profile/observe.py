@@ -73,13 +73,16 @@ def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int]) 
 
 @dataclass
 class Observation:
-    """What was seen of the pipelines so far; usable at any time, so that an interrupted run keeps what it has."""
+    """What was seen of the pipelines so far; usable at any time, so that an interrupted run keeps what it has.
+
+    Trees are kept by the top-k and head bits they were drafted with.
+    """
 
     plain: list[Run] = field(default_factory=list)
     lookup: list[Run] = field(default_factory=list)
     sequence: list[Run] = field(default_factory=list)
-    eagle2: dict[int, list[TreeRound]] = field(default_factory=dict)
-    inner: dict[int, list[TreeRound]] = field(default_factory=dict)
+    eagle2: dict[tuple[int, int], list[TreeRound]] = field(default_factory=dict)
+    inner: dict[tuple[int, int], list[TreeRound]] = field(default_factory=dict)
     contexts: list[int] = field(default_factory=list)
     prompts: set[int] = field(default_factory=set)
 
@@ -138,7 +141,8 @@ def _run_task(setting: Setting, candidate: Candidate, kind: str, prompt: Sequenc
     if kind in ("eagle2", "inner"):
         trees = found.eagle2 if kind == "eagle2" else found.inner
         watched = speculator if kind == "eagle2" else list(speculator.levels())[1]
-        rounds = trees.setdefault(dict(candidate.settings)["drafter.top_k"], [])
+        sizes = dict(candidate.settings)
+        rounds = trees.setdefault((sizes["drafter.top_k"], sizes["drafter.head_bits"]), [])
         watched.observer = lambda tree, decided: rounds.append(_tree_round(tree, decided))
     run = run_prompt(setting, speculator, prompt)
     if kind in ("plain", "lookup", "sequence"):
@@ -163,16 +167,16 @@ def _chain_rates(rounds: Sequence[Round]) -> Rates | None:
 
 
 def _trees(
-    by_hand: Rates | None, recipe_tree: Tree, seen: Mapping[int, list[TreeRound]], trees: Sequence[Tree]
+    by_hand: Rates | None, recipe_tree: Tree, seen: Mapping[tuple[int, int], list[TreeRound]], trees: Sequence[Tree]
 ) -> dict[Tree, Rates]:
     if by_hand is not None:
         # A shallower tree of as many nodes has more of them on every level, so these chances are not too high for it.
-        shallower = [t for t in trees if t[::2] == recipe_tree[::2] and t.depth < recipe_tree.depth]
-        return dict.fromkeys([*shallower, recipe_tree], by_hand)
+        alike = [t for t in trees if (t.nodes, t.top_k) == (recipe_tree.nodes, recipe_tree.top_k)]
+        return dict.fromkeys([*(t for t in alike if t.depth <= recipe_tree.depth), recipe_tree], by_hand)
     found: dict[Tree, Rates] = {}
-    for top_k, rounds in seen.items():
+    for drafted, rounds in seen.items():
         if rounds:
-            found |= tree_rates(rounds, [tree for tree in trees if tree.top_k == top_k])
+            found |= tree_rates(rounds, [tree for tree in trees if (tree.top_k, tree.head_bits) == drafted])
     return found
 
 

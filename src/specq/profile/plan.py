@@ -85,7 +85,10 @@ def plan(
             refused.append(Refused(name, reason))
             continue
         found = [
-            replace(predict(costs, candidate, round_, context=context), memory_bytes=needed)
+            replace(
+                predict(costs, candidate, round_, context=context),
+                memory_bytes=None if memory is None or needed is None else needed + _draft_head(candidate, memory),
+            )
             for candidate, round_ in PREDICTORS[name](costs, acceptance, context)
         ]
         if not found:
@@ -95,6 +98,12 @@ def plan(
     plain = next(p for p in ranking if p.candidate.pipeline == "plain")
     winner = next((p for p in ranking if p.is_faster), plain)
     return Plan(context, tuple(ranking), tuple(refused), winner)
+
+
+def _draft_head(candidate: Candidate, memory: Mapping[str, int]) -> int:
+    """Bytes of the draft head a candidate has beside the one in 16 bits."""
+    bits = dict(candidate.settings).get("drafter.head_bits")
+    return memory.get(f"{MODELS_OF[candidate.pipeline][-1]}_{bits}", 0)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def eagle2_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> P
         draft = costs.draft("target_head", tree, context)
         verify = target.step(tree.nodes, context, form=form)
         yield (
-            Candidate("eagle2", _tree_settings(tree)),
+            Candidate("eagle2", tree_settings(tree)),
             _round(costs, 1 + rates.accepted(tree.depth), rates.error(tree.depth), draft, verify),
         )
 
@@ -214,7 +214,7 @@ def hierarchical_rounds(costs: CostModel, acceptance: Acceptance, context: float
             verify = _mean(target, lengths, context)
             tokens = 1 + sum(chance * outer.accepted(length) for length, chance in lengths.items())
             error = math.hypot(outer.error(longest), _length_error(rates, tree.depth, outer, min_draft))
-            settings = (*_tree_settings(tree), ("pipeline.min_draft", min_draft))
+            settings = (*tree_settings(tree), ("pipeline.min_draft", min_draft))
             yield Candidate("hierarchical", settings), _round(costs, tokens, error, draft, verify)
 
 
@@ -259,14 +259,15 @@ def _round(
     return Round(tokens, error, draft, verify, loop, (drafting or draft + verify) + loop)
 
 
-def _tree_settings(tree: Tree) -> tuple[tuple[str, int], ...]:
+def tree_settings(tree: Tree) -> tuple[tuple[str, int], ...]:
+    """The tree as keys of a recipe."""
     return tuple((f"drafter.{key}", value) for key, value in tree._asdict().items())
 
 
 def _measured(costs: CostModel, role: str, rates: Mapping[Tree, Rates]) -> Iterator[tuple[Tree, Rates]]:
     """The trees whose drafting was timed too."""
     timed = costs.drafting.get(role, {})
-    return ((tree, rate) for tree, rate in sorted(rates.items()) if (tree.depth, tree.top_k) in timed)
+    return ((tree, rate) for tree, rate in sorted(rates.items()) if tree[1:] in timed)
 
 
 def _mean(target: StepCurve, lengths: dict[int, float], context: float) -> Cost:

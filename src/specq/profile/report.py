@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve
+from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve, Tree
 from specq.profile.plan import Plan
 from specq.profile.predict import Prediction
 from specq.profile.result import Profile
@@ -15,7 +15,7 @@ from specq.spec.decision import with_settings
 Rows = list[tuple[str, ...]]
 Section = tuple[str, Rows]
 MOST_RANKED = 4
-"""Candidates shown of each pipeline; JSON has them all."""
+"""Candidates shown of each pipeline, and the best of each precision of the draft head; JSON has them all."""
 
 
 def sections(profile: Profile) -> list[Section]:
@@ -60,10 +60,14 @@ def curve_section(role: str, curve: StepCurve) -> Section:
 def ranking_rows(plan: Plan) -> Rows:
     """Candidates, fastest first: what they are predicted to do and by how much they lose to the first."""
     counts: Counter[str] = Counter()
+    precisions: Counter[tuple[str, int | None]] = Counter()
     shown = []
     for prediction in plan.ranking:
-        counts[prediction.candidate.pipeline] += 1
-        if counts[prediction.candidate.pipeline] <= MOST_RANKED:
+        candidate = prediction.candidate
+        precision = candidate.pipeline, dict(candidate.settings).get("drafter.head_bits")
+        counts[candidate.pipeline] += 1
+        precisions[precision] += 1
+        if counts[candidate.pipeline] <= MOST_RANKED or precisions[precision] == 1:
             shown.append(prediction)
     rows: Rows = [("pipeline", "tokens/s", "against plain", "behind", "accept length", "round", "memory", "sizes")]
     fastest = plan.ranking[0].tokens_per_s
@@ -143,9 +147,9 @@ def recipe_text(profile: Profile, name: str) -> str:
 def _drafting_rows(costs: CostModel) -> Rows:
     rows: Rows = []
     for role, shapes in costs.drafting.items():
-        for (depth, top_k), by_context in sorted(shapes.items()):
+        for (depth, top_k, bits), by_context in sorted(shapes.items(), key=lambda item: (-item[0][2], *item[0])):
             times = ", ".join(f"{t.median_ms:.2f} ms @{at}" for at, t in sorted(by_context.items()))
-            rows.append((role.replace("_", " "), f"depth {depth}, top-k {top_k}", times))
+            rows.append((role.replace("_", " "), f"depth {depth}, top-k {top_k}, {bits} bits", times))
     if costs.lookup:
         times = ", ".join(f"{t.median_ms:.3f} ms @{at}" for at, t in sorted(costs.lookup.items()))
         rows.append(("lookup", "", times))
@@ -172,16 +176,16 @@ def _acceptance_rows(profile: Profile) -> Rows:
             rows.append((name, _rates_text(rates.rates), _basis(rates.rounds) + share))
     for name, trees in (("eagle2", found.eagle2), ("inner", found.inner)):
         for tree in _widest(list(trees)):
-            label = f"{name}, {tree.nodes} nodes, top-k {tree.top_k}"
+            label = f"{name}, {tree.nodes} nodes, top-k {tree.top_k}, {tree.head_bits} bits"
             rows.append((label, _rates_text(trees[tree].rates), _basis(trees[tree].rounds)))
     return rows
 
 
-def _widest(trees: list[Any]) -> list[Any]:
-    """Of every top-k the tree with the most levels, then nodes."""
-    best: dict[int, Any] = {}
+def _widest(trees: list[Tree]) -> list[Tree]:
+    """Of every top-k and precision the tree with the most levels, then nodes."""
+    best: dict[tuple[int, int], Tree] = {}
     for tree in sorted(trees, key=lambda t: (t.depth, t.nodes)):
-        best[tree.top_k] = tree
+        best[tree.top_k, tree.head_bits] = tree
     return list(best.values())
 
 

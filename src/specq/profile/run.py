@@ -13,7 +13,7 @@ from specq.profile.cost import Tree
 from specq.profile.measure import AnyKey, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models
 from specq.profile.observe import Observation, Setting, observe, remeasure
 from specq.profile.plan import Plan, Verdict, levels, plan, settle
-from specq.profile.predict import LONGEST_SEQUENCE, LOOKUP_LENGTHS, Candidate
+from specq.profile.predict import LONGEST_SEQUENCE, LOOKUP_LENGTHS, Candidate, tree_settings
 from specq.profile.result import Profile
 from specq.profile.split import split_steps
 from specq.profile.study import make_subject
@@ -66,9 +66,11 @@ class _Run:
         self.samples: Samples[AnyKey] = Samples()
         self.seen = Observation()
         recipe = request.recipe
-        self.recipe_tree = Tree(recipe.drafter.nodes, recipe.drafter.depth, recipe.drafter.top_k)
-        asked = {"nodes", "depth", "top_k"} & recipe.drafter.model_fields_set or request.by_hand
-        self.grid = Grid.of(self.device, context=subject.context, tree=self.recipe_tree if asked else None)
+        drafter = recipe.drafter
+        self.recipe_tree = Tree(drafter.nodes, drafter.depth, drafter.top_k, drafter.head_bits or 16)
+        asked = {"nodes", "depth", "top_k"} & drafter.model_fields_set or request.by_hand
+        tree = self.recipe_tree if asked else None
+        self.grid = Grid.of(self.device, context=subject.context, tree=tree, head_bits=subject.head_bits)
         self.setting = Setting(
             parts=self.parts,
             recipe=recipe,
@@ -144,8 +146,11 @@ class _Run:
             (Candidate("lookup", (("pipeline.draft_length", max(LOOKUP_LENGTHS)),)), "lookup"),
             (Candidate("sequence", (("pipeline.draft_length", length),)), "sequence"),
         ]
-        for top_k in self.grid.top_ks:
-            tree = (("drafter.nodes", nodes), ("drafter.depth", depth), ("drafter.top_k", top_k))
+        shapes = [(top_k, 16) for top_k in self.grid.top_ks]
+        # What a coarser draft head costs in acceptance is measured on the widest tree.
+        shapes += [(self.grid.top_ks[-1], bits) for bits in self.grid.head_bits if bits != 16]
+        for top_k, bits in shapes:
+            tree = tree_settings(Tree(nodes, depth, top_k, bits))
             tasks += [
                 (Candidate("eagle2", tree), "eagle2"),
                 (Candidate("hierarchical", (*tree, ("pipeline.min_draft", 6))), "inner"),
@@ -153,7 +158,8 @@ class _Run:
         return tasks
 
     def _summarize(self) -> None:
-        """Put what was measured so far into the profile."""
+        """Put what was measured so far into the profile; draft heads of other bits have been made by then."""
+        self.profile.memory = memory_of(self.parts)
         if any(isinstance(key, StepKey) for key in self.samples):
             self.profile.costs = cost_model(self.samples, loop_ms=self.seen.loop_ms)
         self.profile.acceptance = self.seen.acceptance(drafted_trees(self.grid), self.request.by_hand, self.recipe_tree)

@@ -17,6 +17,7 @@ from specq.checkpoint import ModelSpec
 from specq.environment import describe_environment
 from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
+from specq.models.eagle_loader import build_head
 from specq.models.inventory import expected_tensors
 from specq.models.loader import choose_dtype, keeps_4_bits, runs_kernels
 from specq.models.memory import MemoryEstimate, estimate_bytes, free_bytes, require_memory
@@ -74,8 +75,9 @@ def make_subject(request: Request, say: Callable[[str], None]) -> Subject:
         model, slots = random_model(config, device=device, dtype=request.dtype), contexts[role] + MAX_NODES
         seats[role] = Seat(model, model.new_cache(slots, features="final" if role in headed else None))
         if role in headed:
-            head = random_head(model)
-            seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + scratch))
+            files = random_head(model)
+            head = build_head(files, model)
+            seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + scratch), files)
     parts = Parts(**seats)
     if device == "cpu":
         set_threads(parts.target.model, request.threads)

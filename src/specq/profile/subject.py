@@ -12,6 +12,7 @@ from specq.models.causal_lm import CausalLM
 from specq.profile.acceptance import Rates
 from specq.profile.cost import Tree
 from specq.profile.dense import load_dense
+from specq.quant.draft_head import draft_head_bits
 from specq.recipe import Recipe, Sampling
 from specq.spec.decision import ProfileKey, with_settings
 from specq.spec.load import load_pipeline
@@ -66,6 +67,13 @@ class Subject:
     @property
     def device(self) -> torch.device:
         return self.parts.target.model.device
+
+    @property
+    def head_bits(self) -> tuple[int, ...]:
+        """The bits that the draft heads of its heads can have."""
+        heads = [seat for seat in (self.parts.target_head, self.parts.intermediate_head) if seat is not None]
+        bits = {draft_head_bits(seat.head.target.device, seat.head.target.dtype) for seat in heads if seat.files}
+        return min(bits, key=len, default=(16,))
 
     @property
     def sampling(self) -> dict[str, float]:

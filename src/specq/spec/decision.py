@@ -18,7 +18,7 @@ from specq.recipe import Recipe
 from specq.storage import cache_dir
 
 PROFILES = "profiles"
-FORMAT = 1
+FORMAT = 2
 """Changes when old files cannot be read any more."""
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
@@ -78,6 +78,53 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What a profile predicts of a pipeline with its sizes: tokens a second and a round's tokens and milliseconds.
+
+    `gain` is against plain decoding, `uncertainty` half of its 95 % interval.
+    """
+
+    pipeline: str
+    settings: tuple[tuple[str, int], ...]
+    tokens_per_s: float
+    gain: float
+    uncertainty: float
+    accept_len: float
+    round_ms: float
+
+
+@dataclass(frozen=True)
+class Forecasts:
+    """All forecasts of a profile, fastest first, with the context and the sampling they hold for."""
+
+    candidates: tuple[Forecast, ...]
+    context: int
+    sampling: Mapping[str, float]
+    measured_at: str
+
+    def best(self, pipeline: str) -> Forecast | None:
+        """The fastest of this pipeline."""
+        return next((each for each in self.candidates if each.pipeline == pipeline), None)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Forecasts:
+        """Those of a stored profile."""
+        candidates = tuple(
+            Forecast(
+                pipeline=each["pipeline"],
+                settings=tuple(each["settings"].items()),
+                tokens_per_s=each["predicted_tps"],
+                gain=each["gain"],
+                uncertainty=each["uncertainty"],
+                accept_len=each["accept_len"],
+                round_ms=each["round_ms"],
+            )
+            for each in record["plan"]["candidates"]
+        )
+        return cls(candidates, record["plan"]["context"], record["sampling"], record["measured_at"])
+
+
+@dataclass(frozen=True)
 class ProfileKey:
     """What the times of a profile depend on: the models by role, device, driver, versions and number format."""
 
@@ -117,6 +164,11 @@ class ProfileKey:
                 ]
                 return None, f"the profile of {other['decision']['measured_at']} is stale: {', '.join(changed)}"
         return None, None
+
+    def forecasts(self) -> Forecasts | None:
+        """What the profile for this key predicts, None without one."""
+        record = _read(self.path)
+        return None if record is None else Forecasts.from_record(record)
 
     def record(self) -> dict[str, Any]:
         return {"models": dict(self.models), "environment": dict(self.environment)}

@@ -10,12 +10,12 @@ import pytest
 from factories import tiny_config, tiny_model
 
 from specq.bench.contestants import Answer, Contestant, Decoding, PipelineContestant
-from specq.bench.memory import storages
 from specq.bench.prompts import Prompt
 from specq.bench.report import report_rows
 from specq.bench.run import Asking, Run, Sample, machine_state, run_benchmark
 from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
+from specq.models.storages import storages
 from specq.recipe import Sampling
 from specq.spec.session import Pipeline
 

@@ -13,7 +13,7 @@ from specq.spec.pipelines import PIPELINES
 def test_every_pipeline_says_what_can_be_swept_and_the_recipe_has_it() -> None:
     assert set(SETTINGS) == {*PIPELINES, "auto"}
     for key in {key for keys in SETTINGS.values() for key in keys}:
-        build_recipe({"target": "x"}, overrides=[f"{key}=3"])
+        build_recipe({"target": "x"}, overrides=[f"{key}=4"])
 
 
 def test_lists_are_swept_and_all_else_is_left_as_it_is() -> None:

@@ -14,7 +14,7 @@ from specq.profile.acceptance import tree_rates
 from specq.profile.cost import Tree
 from specq.profile.measure import BUCKETS, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models, tree_of
 from specq.profile.observe import Observation, Setting, observe, remeasure
-from specq.profile.predict import Candidate
+from specq.profile.predict import Candidate, tree_settings
 from specq.profile.split import kind_of, split_steps
 from specq.profile.timing import FEWEST_ROUNDS, Samples, measure, stability_notes
 from specq.recipe import Recipe
@@ -141,7 +141,7 @@ def test_every_step_and_drafting_of_every_model_is_timed(parts: Parts) -> None:
             for context in GRID.contexts
             for nodes in counts
         }
-        assert set(costs.drafting[f"{role}_head"]) == {(1, 4), (3, 4)}
+        assert set(costs.drafting[f"{role}_head"]) == {(1, 4, 16), (3, 4, 16)}
         assert costs.steps[role].prefill_ms_per_token > 0
     assert costs.plain_round(10).ms > 0.5
     assert set(costs.lookup) == {10, 40}
@@ -162,8 +162,8 @@ TASKS = [
     (Candidate("plain"), "plain"),
     (Candidate("lookup", (("pipeline.draft_length", 9),)), "lookup"),
     (Candidate("sequence", (("pipeline.draft_length", 6),)), "sequence"),
-    (Candidate("eagle2", (("drafter.nodes", 16), ("drafter.depth", 3), ("drafter.top_k", 4))), "eagle2"),
-    (Candidate("hierarchical", (("drafter.nodes", 16), ("drafter.depth", 3), ("drafter.top_k", 4))), "inner"),
+    (Candidate("eagle2", tree_settings(Tree(16, 3, 4))), "eagle2"),
+    (Candidate("hierarchical", tree_settings(Tree(16, 3, 4))), "inner"),
 ]
 
 
@@ -191,7 +191,7 @@ def test_expected_tokens_are_those_of_the_rounds_seen(parts: Parts) -> None:
     assert all(r.drafted == 6 for r in rounds)
     assert 0 < acceptance.lookup_share <= 1
     for rates, seen in ((acceptance.eagle2, found.eagle2), (acceptance.inner, found.inner)):
-        accepted = [len(r.path) for r in seen[4]]
+        accepted = [len(r.path) for r in seen[4, 16]]
         assert rates[tree].accepted(3) == pytest.approx(sum(accepted) / len(accepted), rel=0.05)
     assert found.loop_ms >= 0
 
@@ -238,13 +238,13 @@ def test_smaller_trees_have_the_rates_they_get_when_they_run(parts: Parts) -> No
 
     def run(tree: Tree) -> Observation:
         found = Observation()
-        settings = tuple((f"drafter.{key}", value) for key, value in tree._asdict().items())
+        settings = tree_settings(tree)
         prompts = [[i % VOCAB, (7 * i) % VOCAB] for i in range(1, 26)]
         observe(setting(parts), prompts, [(Candidate("eagle2", settings), "eagle2")], found, seconds=60)
         return found
 
-    predicted = tree_rates(run(wide).eagle2[4], [small])[small]
-    actual = tree_rates(run(small).eagle2[4], [small])[small]
+    predicted = tree_rates(run(wide).eagle2[4, 16], [small])[small]
+    actual = tree_rates(run(small).eagle2[4, 16], [small])[small]
     error = predicted.error(3) + actual.error(3)
     assert predicted.accepted(3) == pytest.approx(actual.accepted(3), abs=error)
 

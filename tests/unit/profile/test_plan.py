@@ -48,11 +48,11 @@ def make_plan(costs: CostModel, acceptance: Acceptance, **options: object) -> Pl
 
 
 def with_head(target: StepCurve, *, draft_ms: float, tree: Tree = TREE) -> CostModel:
-    return CostModel({"target": target}, {"target_head": {(tree.depth, tree.top_k): timing(draft_ms)}})
+    return CostModel({"target": target}, {"target_head": {tree[1:]: timing(draft_ms)}})
 
 
 def with_intermediate(target: StepCurve, inner: StepCurve, *, head_ms: float | None = None) -> CostModel:
-    drafting = {} if head_ms is None else {"intermediate_head": {(3, 10): timing(head_ms)}}
+    drafting = {} if head_ms is None else {"intermediate_head": {(3, 10, 16): timing(head_ms)}}
     return CostModel({"target": target, "intermediate": inner}, drafting)
 
 
@@ -77,7 +77,7 @@ def test_a_tree_that_costs_three_steps_is_never_chosen_beside_a_cheap_sequence()
     target = steps({1: 1.0, 2: 1.1, 4: 1.2, 6: 1.3, 8: 1.6}, tree={8: 1.8, 16: 2.2, 32: 2.6, 60: 3.0})
     costs = CostModel(
         {"target": target, "intermediate": steps({1: 1.0, 2: 1.0}, one=1.0)},
-        {"target_head": {(5, 10): timing(2.0)}},
+        {"target_head": {(5, 10, 16): timing(2.0)}},
     )
     trees = {Tree(n, 5, 10): rates(0.8, 0.75) for n in (8, 16, 32, 60)}
     found = make_plan(costs, Acceptance(sequence=rates(0.8, 0.75), eagle2=trees))
@@ -106,7 +106,7 @@ def test_a_four_bit_target_turns_the_tree_into_a_sequence() -> None:
     """The paper's point: where verify(60) = 1.8 and verify(10) = 1.01 the hierarchical pipeline beats the tree."""
     costs = CostModel(
         {"target": steps(HOSTILE, one=12.0), "intermediate": steps(HOSTILE, one=2.0)},
-        {"target_head": {(5, 10): timing(1.5)}, "intermediate_head": {(3, 10): timing(0.8)}},
+        {"target_head": {(5, 10, 16): timing(1.5)}, "intermediate_head": {(3, 10, 16): timing(0.8)}},
     )
     tree = rates(0.8, 0.75, 0.7, 0.65, 0.6)
     acceptance = Acceptance(sequence=rates(0.9), eagle2={TREE: tree}, inner={Tree(30, 3, 10): tree})
@@ -114,12 +114,25 @@ def test_a_four_bit_target_turns_the_tree_into_a_sequence() -> None:
     order = [p.candidate.pipeline for p in found.best_of_each()]
     assert order == ["hierarchical", "sequence", "eagle2", "plain"]
     assert found.winner.candidate.pipeline == "hierarchical"
-    assert explain(found).startswith("hierarchical (nodes 30, depth 3, top_k 10, min_draft ")
+    assert explain(found).startswith("hierarchical (nodes 30, depth 3, top_k 10, head_bits 16, min_draft ")
+
+
+def test_a_coarser_draft_head_is_chosen_where_it_saves_more_than_it_loses() -> None:
+    fine, coarse = TREE, TREE._replace(head_bits=4)
+    drafting = {"target_head": {fine[1:]: timing(6.0), coarse[1:]: timing(3.0)}}
+    costs = CostModel({"target": steps(FLAT)}, drafting)
+    for lost, bits in ((0.01, 4), (0.3, 16)):
+        accepted = Acceptance(eagle2={fine: rates(0.8), coarse: rates(0.8 - lost)})
+        memory = {"target": 100, "target_head": 10, "target_head_4": 3}
+        found = make_plan(costs, accepted, memory=memory, available_bytes=1000)
+        assert dict(found.winner.candidate.settings)["drafter.head_bits"] == bits
+        both = {dict(p.candidate.settings)["drafter.head_bits"]: p for p in found.ranking if p.candidate.settings}
+        assert {bits: p.memory_bytes for bits, p in both.items()} == {16: 110, 4: 113}
 
 
 def test_a_head_that_drafts_one_child_a_node_is_verified_as_a_sequence() -> None:
     target = steps({1: 1.0, 2: 1.0, 4: 1.0}, tree={2: 3.0, 4: 3.0})
-    costs = CostModel({"target": target}, {"target_head": {(3, top_k): timing(1.0) for top_k in (1, 2)}})
+    costs = CostModel({"target": target}, {"target_head": {(3, top_k, 16): timing(1.0) for top_k in (1, 2)}})
     found = make_plan(costs, Acceptance(eagle2={Tree(4, 3, 1): rates(0.8), Tree(4, 3, 2): rates(0.9)}))
     assert dict(found.winner.candidate.settings)["drafter.top_k"] == 1
     assert found.winner.verify_ms == pytest.approx(10.0)
@@ -204,7 +217,7 @@ def test_the_plan_is_never_slower_than_plain_under_its_own_costs(
             "target": steps(curves[0], tree=curves[1], spread=spread),
             "intermediate": steps(curves[0], tree=curves[1], one=10 * inner_share, spread=spread),
         },
-        {role: {(3, 4): timing(draft_ms)} for role in ("target_head", "intermediate_head")},
+        {role: {(3, 4, 16): timing(draft_ms)} for role in ("target_head", "intermediate_head")},
         timing(0.01),
         loop_ms=0.1,
     )

@@ -10,7 +10,7 @@ from factories import tiny_config, write_model
 
 from specq.recipe import Recipe
 from specq.spec import decision
-from specq.spec.decision import Decision, Level, ProfileKey, model_digest, with_settings
+from specq.spec.decision import FORMAT, Decision, Level, ProfileKey, model_digest, with_settings
 
 CHOSEN = Decision(
     pipeline="sequence",
@@ -24,7 +24,7 @@ CHOSEN = Decision(
 
 
 def store(key: ProfileKey, **changes: object) -> None:
-    record = {"format": 1, "is_complete": True, "key": key.record(), "decision": CHOSEN.record()} | changes
+    record = {"format": FORMAT, "is_complete": True, "key": key.record(), "decision": CHOSEN.record()} | changes
     key.path.parent.mkdir(parents=True, exist_ok=True)
     key.path.write_text(json.dumps(record))
 

@@ -1,0 +1,128 @@
+"""What the stored profile of these models predicted of each row, beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from specq.bench.contestants import PipelineContestant
+from specq.bench.report import Figures, RowReport, interval, number
+from specq.recipe import Recipe
+from specq.spec.decision import Forecast, Forecasts
+
+BEST = 3
+"""Rows whose error counts: those that a person would choose among."""
+
+
+@dataclass(frozen=True)
+class RowPrediction:
+    """A row's decode rate, accept length and round as predicted and as measured; `off` are shares of the measured."""
+
+    row: str
+    predicted_tps: float
+    measured_tps: float
+    off: float
+    predicted_accept_len: float
+    measured_accept_len: float
+    predicted_round_ms: float
+    measured_round_ms: float
+    round_off: float
+    predicted_speedup: float
+    predicted_speedup_error: float
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def predict_rows(
+    forecasts: Forecasts, contestants: Sequence[PipelineContestant], reports: Sequence[RowReport]
+) -> list[RowPrediction]:
+    """The predictions of those rows whose sizes the profile planned, in the order of the reports."""
+    figures = {report.name: report.overall for report in reports}
+    found = []
+    for contestant in contestants:
+        forecast = _forecast(forecasts, contestant)
+        measured = figures.get(contestant.name)
+        if forecast is not None and measured is not None and measured.decode_tps and measured.accept_len:
+            found.append(_row(contestant.name, forecast, measured))
+    return found
+
+
+def _forecast(forecasts: Forecasts, contestant: PipelineContestant) -> Forecast | None:
+    """The forecast for what the contestant runs, None where its sizes were not planned."""
+    return next(
+        (
+            each
+            for each in forecasts.candidates
+            if each.pipeline == contestant.decoded
+            and all(_setting(contestant.recipe, key) == value for key, value in each.settings)
+        ),
+        None,
+    )
+
+
+def _setting(recipe: Recipe, key: str) -> Any:
+    section, name = key.split(".")
+    value = getattr(getattr(recipe, section), name)
+    return 16 if key == "drafter.head_bits" and value is None else value
+
+
+def _row(name: str, forecast: Forecast, measured: Figures) -> RowPrediction:
+    assert measured.decode_tps is not None
+    assert measured.accept_len is not None
+    round_ms = 1e3 * measured.accept_len / measured.decode_tps
+    return RowPrediction(
+        row=name,
+        predicted_tps=forecast.tokens_per_s,
+        measured_tps=measured.decode_tps,
+        off=forecast.tokens_per_s / measured.decode_tps - 1,
+        predicted_accept_len=forecast.accept_len,
+        measured_accept_len=measured.accept_len,
+        predicted_round_ms=forecast.round_ms,
+        measured_round_ms=round_ms,
+        round_off=forecast.round_ms / round_ms - 1,
+        predicted_speedup=forecast.gain,
+        predicted_speedup_error=forecast.uncertainty,
+    )
+
+
+def prediction_table(predictions: Sequence[RowPrediction], reports: Sequence[RowReport]) -> list[list[str]]:
+    """Measured against predicted: decode rate, accept length, a round, and the speedup over plain."""
+    if not predictions:
+        return []
+    speedups = {report.name: report.overall.decode_speedup for report in reports}
+    lines = [["profile", "decode tok/s", "predicted", "off", "accept", "predicted", "round ms", "predicted", "off"]]
+    lines[0] += ["speedup", "predicted"]
+    for each in predictions:
+        is_plain = each is predictions[0] and each.predicted_speedup_error == 0.0
+        lines.append(
+            [
+                each.row,
+                number(each.measured_tps, 1),
+                number(each.predicted_tps, 1),
+                f"{100 * each.off:+.0f} %",
+                number(each.measured_accept_len, 2),
+                number(each.predicted_accept_len, 2),
+                number(each.measured_round_ms, 2),
+                number(each.predicted_round_ms, 2),
+                f"{100 * each.round_off:+.0f} %",
+                "1" if is_plain else interval(speedups[each.row]),
+                "1" if is_plain else f"{each.predicted_speedup:.2f} ± {each.predicted_speedup_error:.2f}",
+            ]
+        )
+    return lines
+
+
+def prediction_line(predictions: Sequence[RowPrediction], forecasts: Forecasts, sampling: Mapping[str, Any]) -> str:
+    """How far the profile was off for the fastest rows, and what it was measured at where that differs."""
+    fastest = sorted(predictions, key=lambda each: -each.measured_tps)[:BEST]
+    error = 100 * fmean(abs(each.off) for each in fastest)
+    of_rounds = 100 * fmean(abs(each.round_off) for each in fastest)
+    line = (
+        f"the profile of {forecasts.measured_at} is off by {error:.0f} % on average for the fastest {len(fastest)} "
+        f"(by {of_rounds:.0f} % in what a round costs); it holds for {forecasts.context} tokens of context"
+    )
+    others = [f"{name} {value:g}" for name, value in forecasts.sampling.items() if sampling.get(name) != value]
+    return f"{line} and was measured at {', '.join(others)}" if others else line
