@@ -72,6 +72,36 @@ def test_an_intermediate_is_an_ordinary_model(call, target, tmp_path) -> None:
     assert call("run", folder, "hello", *ANSWER).code == 0
 
 
+def test_an_intermediate_may_leave_its_embedding_to_the_target(call, target, tmp_path) -> None:
+    folder = tmp_path / "small"
+    options = ("--kind", "intermediate", "--layers", "2", "--share-embeddings", "-o", folder, "--steps", "2")
+    assert call("distill", target, *options, *SMALL).code == 0
+    names = set(load_file(folder / "model.safetensors"))
+    assert "model.norm.weight" in names
+    assert not names & {"model.embed_tokens.weight", "lm_head.weight"}
+    assert not (folder / "tokenizer.json").exists()
+    answer = call("run", target, "hello", "--pipeline", "sequence", "--intermediate", folder, *ANSWER)
+    plain = call("run", target, "hello", "--pipeline", "plain", *ANSWER)
+    assert json.loads(answer.out)["token_ids"] == json.loads(plain.out)["token_ids"]
+    assert json.loads(answer.out)["pipeline"] == "sequence"
+    assert "drafter embeddings" in call("check", target, folder).out
+    alone = call("run", folder, "hello", *ANSWER)
+    assert alone.code == 2
+    assert alone.err.startswith("error: `small` is no model of its own: it was saved without embedding and output head")
+    assert f"hint: run it beside that model: specq chat {target} --pipeline sequence --intermediate small" in alone.err
+
+
+def test_a_head_in_4_bits_is_measured_as_it_will_draft(call, target, tmp_path) -> None:
+    options = ("--kind", "eagle", "--bits", "4", "--head-bits", "8", "-o", tmp_path / "head", "--steps", "2")
+    assert call("distill", target, *options, *SMALL).code == 0
+    manifest = json.loads((tmp_path / "head" / "specq_head.json").read_text())
+    assert (manifest["bits"], manifest["draft_head_bits"]) == (4, 8)
+    assert "fc.qweight" in load_file(tmp_path / "head" / "model.safetensors")
+    answer = call("run", target, "hello", "--pipeline", "eagle2", "--drafter", tmp_path / "head", *ANSWER)
+    plain = call("run", target, "hello", "--pipeline", "plain", *ANSWER)
+    assert json.loads(answer.out)["token_ids"] == json.loads(plain.out)["token_ids"]
+
+
 def test_a_trimmed_head_drafts_only_its_ids(call, target, tmp_path) -> None:
     arguments = ("--kind", "eagle", "-o", tmp_path / "head", "--steps", "2", "--trim-vocab", "40")
     assert call("distill", target, *arguments, *SMALL).code == 0
@@ -110,7 +140,11 @@ def test_prompts_of_a_file_are_used_and_evaluation_has_its_own(call, target, tmp
         (("--kind", "intermediate"), "an intermediate needs a number of layers"),
         (("--kind", "intermediate", "--layers", "3"), "3 layers cannot be cut from a model of 3"),
         (("--kind", "intermediate", "--layers", "2", "--trim-vocab", "9"), "--trim-vocab is for EAGLE heads"),
+        (("--kind", "intermediate", "--layers", "2", "--bits", "4"), "--bits is for EAGLE heads"),
         (("--kind", "eagle", "--trim-vocab", "5000"), "--trim-vocab 5000 leaves nothing out"),
+        (("--kind", "eagle", "--share-embeddings"), "--share-embeddings is for intermediates"),
+        (("--kind", "eagle", "--bits", "3"), "`distill.bits` = `3`"),
+        (("--kind", "eagle", "--head-bits", "5"), "`drafter.head_bits` = `5`"),
         (("--kind", "eagle", "--layers", "2"), "a head has no layers to choose"),
         (("--kind", "eagle", "--prompts", "nowhere.txt"), "there is no file of prompts `nowhere.txt`"),
         (("--kind", "eagle", "--set", "distill.rate=1"), "unknown key `distill.rate`"),

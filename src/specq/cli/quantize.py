@@ -14,8 +14,10 @@ from specq.cli.options import Model, Offline, OutputOptions, Overrides, VerbComm
 from specq.errors import GateError
 
 if TYPE_CHECKING:
+    from specq.compress.eagle import HeadReport
     from specq.compress.layers import MatrixReport
     from specq.compress.report import Report
+    from specq.hub import Snapshot
     from specq.recipe import QuantizeSection, Recipe
 
 METHOD, TEXT, RESULT = "Method", "Calibration", "Result"
@@ -135,6 +137,9 @@ def quantize(
     The layer at work, not the model, has to fit the device. After every layer the run is saved: the same command
     takes it up where it stopped, to the same bits. At the end perplexity, KL divergence and top-1 agreement are
     measured on text kept apart, beside those of rounding to nearest.
+
+    MODEL may be an EAGLE head: its matrices are rounded to nearest, and --head-bits is for the copy of the target's
+    output head that it drafts with.
     """
     flags = {
         "quantize.method": method and method.value,
@@ -151,8 +156,15 @@ def quantize(
         "target.revision": revision,
     }
     recipe = _recipe(model, [*(overrides or []), *assignments(flags)])
+    from specq.spec.check_head import is_head
+
     with Console(quiet=output.quiet).working() as console:
-        report = _run(recipe, out, device=device, overwrite=overwrite, offline=offline, console=console)
+        snapshot = _find(recipe, offline=offline, console=console)
+        if is_head(snapshot.path):
+            head = _run_head(recipe, snapshot, out, overwrite=overwrite)
+            console.document(head.record()) if output.as_json else _show_head(console, head)
+            return
+        report = _run(recipe, snapshot, out, device=device, overwrite=overwrite, offline=offline, console=console)
         if output.as_json:
             console.document(report.record())
         else:
@@ -173,19 +185,53 @@ def _recipe(model: str | None, overrides: Sequence[str]) -> Recipe:
     return recipe if recipe.quantize else recipe.model_copy(update={"quantize": QuantizeSection()})
 
 
-def _run(recipe: Recipe, out: Path, *, device: str, overwrite: bool, offline: bool, console: Console) -> Report:
+def _find(recipe: Recipe, *, offline: bool, console: Console) -> Snapshot:
+    """The files of what is quantized."""
+    from specq.hub import resolve_model
+
+    progress = console.progress()
+    try:
+        ref = recipe.target
+        return resolve_model(ref.model, revision=ref.revision, offline=offline or None, progress=progress)
+    finally:
+        progress.clear()
+
+
+def _run_head(recipe: Recipe, snapshot: Snapshot, out: Path, *, overwrite: bool) -> HeadReport:
+    from specq.compress.eagle import quantize_eagle
+    from specq.compress.report import Provenance
+
+    section = recipe.quantize
+    assert section is not None
+    name = snapshot.repo_id or _public_name(recipe.target.model, snapshot.path)
+    return quantize_eagle(
+        snapshot.path,
+        out,
+        settings=job_settings(section)[0],
+        draft_head_bits=section.head_bits,
+        provenance=Provenance(name, snapshot.revision, command_line(name, section)),
+        overwrite=overwrite,
+    )
+
+
+def _run(
+    recipe: Recipe,
+    snapshot: Snapshot,
+    out: Path,
+    *,
+    device: str,
+    overwrite: bool,
+    offline: bool,
+    console: Console,
+) -> Report:
     from specq.compress.report import Provenance
     from specq.compress.runner import quantize
-    from specq.hub import resolve_model
     from specq.spec.load import choose_device
 
     section = recipe.quantize
     assert section is not None
     progress = console.progress()
     try:
-        snapshot = resolve_model(
-            recipe.target.model, revision=recipe.target.revision, offline=offline or None, progress=progress
-        )
         name = snapshot.repo_id or _public_name(recipe.target.model, snapshot.path)
         settings, calibration = job_settings(section)
         return quantize(
@@ -251,6 +297,15 @@ def _show(console: Console, report: Report) -> None:
         memory += f", {size_text(report.peak_device_bytes)} on the device"
     console.line()
     console.line(f"{report.output}: {size_text(report.num_bytes)}, {report.seconds / 60:.1f} minutes, at most {memory}")
+
+
+def _show_head(console: Console, report: HeadReport) -> None:
+    rows = [["matrix", "shape", "group", "error"]]
+    for matrix in report.matrices:
+        rows.append([matrix.name, f"{matrix.rows}x{matrix.columns}", str(report.group_size), f"{matrix.error:.4f}"])
+    console.line(table(rows))
+    console.line()
+    console.line(f"{report.output}: {size_text(report.num_bytes)}; drafts with {report.draft_head_bits} bits")
 
 
 def matrix_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:

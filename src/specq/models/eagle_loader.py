@@ -110,6 +110,11 @@ class HeadFiles:
     def linear(self, prefix: str) -> Any:
         return self._source.linear(self._names[f"{prefix}.weight"].removesuffix(".weight"))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor under its name here, packed matrices dequantised, vocabulary maps as whole numbers."""
+        whole = {"d2t", "t2d"}
+        return {name: self.integers(name) if name in whole else self.tensor(name) for name in self._names}
+
     def spec(self, target_layers: int) -> HeadSpec:
         """What the head is; sizes come from the tensors, the number of heads from the config."""
         heads = int(self.config["num_attention_heads"])

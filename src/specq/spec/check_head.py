@@ -48,7 +48,8 @@ def is_head(folder: Path) -> bool:
     names = [name for promised in files.values() for name in promised]
     if not names:
         names = [name for file in files for name in open_file(safe_path(folder, file)).headers]
-    return any(name.removesuffix(".weight").rpartition(".")[2] in HEAD_PRODUCTS for name in names)
+    # packed matrices end in ".qweight" and the like
+    return any(name.rpartition(".")[0].rpartition(".")[2] in HEAD_PRODUCTS for name in names)
 
 
 def head_bytes(folder: Path) -> int:
