@@ -1,8 +1,9 @@
 """The 4-bit product on Hopper with warps of separate roles (sm_90): one loads, two groups of four multiply.
 
 The same numbers as `_w4a16_kernel` bit for bit: same parts of K, same instruction, same form of the scales. A program
-has 256 columns; the loader brings codes and x into shared memory, and each group of four warps unpacks and multiplies
-128 columns: while the matrix unit works on one half of them the other half is unpacked. Groups of 128, one level.
+takes tiles of 256 columns; the loader brings codes and x into shared memory, also those of the next tile while one
+ends, and each group of four warps unpacks and multiplies 128 columns: while the matrix unit works on one half of them
+the other half is unpacked. Groups of 128, one level.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specq_kernels import configs
+from specq_kernels.launch import num_multiprocessors
 from specq_kernels.w4_layout import FORMS, W4Weight
 
 
@@ -41,7 +43,8 @@ def launch(
     x_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     codes = weight.packed.view(padded_n // 16, padded_k * 2)
-    _w4a16_hopper_kernel[(tiles * split + tail_tiles * tail_split,)](
+    programs = min(tiles * split + tail_tiles * tail_split, num_multiprocessors(x.device.index))
+    _w4a16_hopper_kernel[(programs,)](
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 128], x_layout),
         TensorDescriptor(codes, list(codes.shape), [padded_k * 2, 1], [8, 256], w_layout),
         weight.meta, sums, bias if bias is not None else out, residual if residual is not None else out, out,
@@ -77,30 +80,40 @@ def _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
 
 
 @gluon.jit
+def _load_codes(w_desc, w_smem, full, stage, tile, group, BLOCK_M: gl.constexpr):
+    """Ask 128 k of codes into a stage, whose barrier then waits for them and x."""
+    mbarrier.expect(full.index(stage), 2 * 8192 + BLOCK_M * 256)
+    for half in gl.static_range(2):
+        at = [tile * 16 + half * 8, group * 256]
+        tma.async_copy_global_to_shared(w_desc, at, full.index(stage), w_smem.index(stage * 2 + half))
+
+
+@gluon.jit
 def _load(
-    x_desc, w_desc, x_smem, w_smem, full, empty, tile, first, last,
+    x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Codes of the first stages before the kernel ahead has ended, x after it, then both as stages become free."""
-    count = (last - first) * 2
-    for i in gl.static_range(STAGES):
-        if i < count:
-            mbarrier.expect(full.index(i), 2 * 8192 + BLOCK_M * 256)
-            for half in gl.static_range(2):
-                at = [tile * 16 + half * 8, first * 512 + i * 256]
-                tma.async_copy_global_to_shared(w_desc, at, full.index(i), w_smem.index(i * 2 + half))
+    """Codes of the first stages before the kernel ahead has ended, x after it; then both as stages become free."""
+    units = tiles * split + tail_tiles * tail_split
+    tile, _, _, first, last = _unit_range(gl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
+    count = gl.minimum((last - first) * 2, STAGES)
+    for i in range(count):
+        _load_codes(w_desc, w_smem, full, i, tile, first * 2 + i, BLOCK_M)
     _gdc_wait()
-    for i in gl.static_range(STAGES):
-        if i < count:
-            tma.async_copy_global_to_shared(x_desc, [0, first * 256 + i * 128], full.index(i), x_smem.index(i))
-    for i in range(STAGES, count):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
-        mbarrier.expect(full.index(stage), 2 * 8192 + BLOCK_M * 256)
-        for half in gl.static_range(2):
-            at = [tile * 16 + half * 8, first * 512 + i * 256]
-            tma.async_copy_global_to_shared(w_desc, at, full.index(stage), w_smem.index(stage * 2 + half))
-        tma.async_copy_global_to_shared(x_desc, [0, first * 256 + i * 128], full.index(stage), x_smem.index(stage))
+    for i in range(count):
+        tma.async_copy_global_to_shared(x_desc, [0, first * 256 + i * 128], full.index(i), x_smem.index(i))
+    done = 0  # groups of earlier units
+    begin = count
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        tile, _, _, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
+        for i in range(begin, (last - first) * 2):
+            stage = (done + i) % STAGES
+            mbarrier.wait(empty.index(stage), ((done + i) // STAGES + 1) & 1)
+            _load_codes(w_desc, w_smem, full, stage, tile, first * 2 + i, BLOCK_M)
+            at = [0, first * 256 + i * 128]
+            tma.async_copy_global_to_shared(x_desc, at, full.index(stage), x_smem.index(stage))
+        done += (last - first) * 2
+        begin = 0
 
 
 @gluon.jit
@@ -205,34 +218,74 @@ def _finish(
 @gluon.jit
 def _multiply(
     WG: gl.constexpr, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr,
-    counter_ptr, rows, n_out, padded_n, tile, part, parts, first, last,
+    counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split, padded_k,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """128 columns of a program's tile over its part of K; then the parts' sum and the epilogue."""
+    """128 columns of each of a program's units; where K is split, the last to arrive adds the parts."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    offs_row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
+    units = tiles * split + tail_tiles * tail_split
+    done = 0  # groups of earlier units
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        tile, part, parts, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
+        column = tile * 256 + WG * 128
+        acc_a, acc_b = _sum_groups(
+            WG, x_smem, w_smem, full, empty, meta_ptr + column + offs_row, sums_ptr + offs_m, padded_n, first, last,
+            done, BLOCK_M, STAGES, FORM, SCALE_FP16, dtype, MMA,
+        )  # fmt: skip
+        done += (last - first) * 2
+        is_last = True
+        if MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
+            if parts > 1:
+                # partials [parts, padded_n / 128, BLOCK_M, 128]
+                at = offs_m.expand_dims(0) * 128 + offs_row.expand_dims(1)
+                mask = (offs_m < rows).expand_dims(0) & (offs_row >= 0).expand_dims(1)
+                tile_ptr = partial_ptr + (tile * 2 + WG) * (BLOCK_M * 128)
+                gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at, acc_a, mask=mask)
+                gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at + 64, acc_b, mask=mask)
+                gl.thread_barrier()  # every thread's partials are written before the arrival is counted
+                arrived = gl.atomic_add(counter_ptr + tile * 2 + WG, 1, sem="acq_rel")
+                is_last = arrived == parts - 1
+                if is_last:
+                    gl.store(counter_ptr + tile * 2 + WG, 0)
+                    acc_a = gl.zeros([64, BLOCK_M], gl.float32, MMA)
+                    acc_b = gl.zeros([64, BLOCK_M], gl.float32, MMA)
+                    for p in gl.static_range(MOST):
+                        acc_a += gl.load(tile_ptr + at, mask=mask & (p < parts), other=0.0)
+                        acc_b += gl.load(tile_ptr + at + 64, mask=mask & (p < parts), other=0.0)
+                        tile_ptr += BLOCK_M * padded_n
+        if is_last:
+            _finish(acc_a, out_ptr, bias_ptr, residual_ptr, column, rows, n_out,
+                    BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+            _finish(acc_b, out_ptr, bias_ptr, residual_ptr, column + 64, rows, n_out,
+                    BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+
+
+@gluon.jit
+def _sum_groups(
+    WG: gl.constexpr, x_smem, w_smem, full, empty, meta, sums_ptrs, padded_n, first, last, done,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr, dtype: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """The sums [64, BLOCK_M] of both halves of 128 columns over a unit's part of K."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 128], [4, 0]], [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[1, 0], [2, 0]], [], [8, 256]
     )
     MAGIC: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
     HIGH_ROWS: gl.constexpr = 1.0 if dtype == gl.bfloat16 else 16.0
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
-
-    offs_row = gl.arange(0, 64, BY_ROW)
-    offs_m = gl.arange(0, BLOCK_M, BY_COLUMN)
+    offs_row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     factor = gl.where(offs_row % 16 < 8, 1.0, HIGH_ROWS)
     inverse = gl.where(offs_row % 16 < 8, 1.0, 1.0 / HIGH_ROWS)
-    column = tile * 256 + WG * 128
     acc_a = gl.zeros([64, BLOCK_M], gl.float32, MMA)
     acc_b = gl.zeros([64, BLOCK_M], gl.float32, MMA)
     zero = gl.zeros([64, BLOCK_M], gl.float32, MMA)
-    meta = meta_ptr + column + offs_row
     row_words = padded_n * (1 if FORM == 0 else 2)  # of a step
     next_a = _words(meta, first * row_words, padded_n, FORM)
     next_b = _words(meta, first * row_words + 64, padded_n, FORM)
-    _gdc_wait()
+    _gdc_wait()  # sums of x are the kernel ahead's
     for step in range(first, last):
         words_a = next_a
         words_b = next_b
@@ -240,7 +293,7 @@ def _multiply(
         next_a = _words(meta, ahead, padded_n, FORM)
         next_b = _words(meta, ahead + 64, padded_n, FORM)
         for j in gl.static_range(2):
-            i = (step - first) * 2 + j
+            i = done + (step - first) * 2 + j
             stage = i % STAGES
             mbarrier.wait(full.index(stage), (i // STAGES) & 1)
             q = w_smem.index(stage * 2 + WG).load(WORDS)
@@ -250,38 +303,13 @@ def _multiply(
             d_a = warpgroup_mma(w_a, x, zero, use_acc=False, is_async=True)
             w_b = _codes(q_b, dtype, OPERAND)
             d_b = warpgroup_mma(w_b, x, zero, use_acc=False, is_async=True)
-            sums = gl.load(sums_ptr + (step * 2 + j) * BLOCK_M + offs_m)
+            sums = gl.load(sums_ptrs + (step * 2 + j) * BLOCK_M)
             d_a = warpgroup_mma_wait(1, deps=[d_a])
             acc_a = _add(acc_a, d_a, words_a[j], factor, inverse, sums, MAGIC, FORM, SCALE_FP16)
             d_b, acc_a = warpgroup_mma_wait(0, deps=[d_b, acc_a])  # acc_a is added while the second half multiplies
             mbarrier.arrive(empty.index(stage), count=1)
             acc_b = _add(acc_b, d_b, words_b[j], factor, inverse, sums, MAGIC, FORM, SCALE_FP16)
-
-    is_last = True
-    if MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
-        if parts > 1:
-            # partials [parts, padded_n / 128, BLOCK_M, 128]
-            at = offs_m.expand_dims(0) * 128 + offs_row.expand_dims(1)
-            mask = (offs_m < rows).expand_dims(0) & (offs_row >= 0).expand_dims(1)
-            tile_ptr = partial_ptr + (tile * 2 + WG) * (BLOCK_M * 128)
-            gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at, acc_a, mask=mask)
-            gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at + 64, acc_b, mask=mask)
-            gl.thread_barrier()
-            arrived = gl.atomic_add(counter_ptr + tile * 2 + WG, 1, sem="acq_rel")
-            is_last = arrived == parts - 1
-            if is_last:
-                gl.store(counter_ptr + tile * 2 + WG, 0)
-                acc_a = gl.zeros([64, BLOCK_M], gl.float32, MMA)
-                acc_b = gl.zeros([64, BLOCK_M], gl.float32, MMA)
-                for p in gl.static_range(MOST):
-                    acc_a += gl.load(tile_ptr + at, mask=mask & (p < parts), other=0.0)
-                    acc_b += gl.load(tile_ptr + at + 64, mask=mask & (p < parts), other=0.0)
-                    tile_ptr += BLOCK_M * padded_n
-    if is_last:
-        _finish(acc_a, out_ptr, bias_ptr, residual_ptr, column, rows, n_out,
-                BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
-        _finish(acc_b, out_ptr, bias_ptr, residual_ptr, column + 64, rows, n_out,
-                BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+    return acc_a, acc_b
 
 
 @gluon.jit(do_not_specialize=["rows", "tiles", "tail_tiles", "split", "tail_split"])
@@ -291,10 +319,10 @@ def _w4a16_hopper_kernel(
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr,
 ):  # fmt: skip
-    """One tile [256, BLOCK_M] of W x.T over one part of K; arguments and units as in `_w4a16_kernel`."""
+    """Units, tiles [256, BLOCK_M] of W x.T over one part of K, one after another in each program, as many as there are
+    multiprocessors; arguments and units as in `_w4a16_kernel`."""
     dtype: gl.constexpr = x_desc.dtype
     _gdc_launch_dependents()
-    tile, part, parts, first, last = _unit_range(gl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
     w_smem = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 8, 256], w_desc.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -306,12 +334,13 @@ def _w4a16_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
-                         partial_ptr, counter_ptr, rows, n_out, padded_n, tile, part, parts, first, last,
-                         BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, dtype)),
+                         partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
+                         padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, dtype)),
             (_multiply, (1, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
-                         partial_ptr, counter_ptr, rows, n_out, padded_n, tile, part, parts, first, last,
-                         BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, dtype)),
-            (_load, (x_desc, w_desc, x_smem, w_smem, full, empty, tile, first, last, BLOCK_M, STAGES)),
+                         partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
+                         padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, dtype)),
+            (_load, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
+                     BLOCK_M, STAGES)),
         ],
         [4, 1],
         [240, 24],
