@@ -11,14 +11,15 @@ import typer
 
 from specq.cli.console import Console, size_text, table
 from specq.cli.options import Model, Offline, OutputOptions, Overrides, VerbCommand, assignments, takes_options
-from specq.errors import GateError
+from specq.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from specq.compress.eagle import HeadReport
     from specq.compress.layers import MatrixReport
     from specq.compress.report import Report
     from specq.hub import Snapshot
-    from specq.recipe import QuantizeSection, Recipe
+    from specq.models.shared import Lender
+    from specq.recipe import ModelRef, QuantizeSection, Recipe
 
 METHOD, TEXT, RESULT = "Method", "Calibration", "Result"
 
@@ -119,6 +120,15 @@ def quantize(
         Format | None,
         _flag("--format", panel=RESULT, help="How it is stored: gptq (version 1, default) or compressed-tensors."),
     ] = None,
+    share_embeddings: Annotated[
+        str | None,
+        _flag(
+            "--share-embeddings",
+            metavar="TARGET",
+            panel=RESULT,
+            help="For an intermediate of TARGET: leave embedding, output head and tokenizer to that model.",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, _flag("--overwrite", panel=RESULT, help="Replace DIR, and drop an unfinished run with other options.")
     ] = False,
@@ -159,12 +169,19 @@ def quantize(
     from specq.spec.check_head import is_head
 
     with Console(quiet=output.quiet).working() as console:
-        snapshot = _find(recipe, offline=offline, console=console)
+        snapshot = _find(recipe.target, offline=offline, console=console)
         if is_head(snapshot.path):
+            if share_embeddings is not None:
+                raise UsageError("--share-embeddings is for models, and this is an EAGLE head", hint="leave it out")
             head = _run_head(recipe, snapshot, out, overwrite=overwrite)
             console.document(head.record()) if output.as_json else _show_head(console, head)
             return
-        report = _run(recipe, snapshot, out, device=device, overwrite=overwrite, offline=offline, console=console)
+        lender = None
+        if share_embeddings is not None:
+            lender = _lender(share_embeddings, offline=offline, console=console)
+        report = _run(
+            recipe, snapshot, out, lender=lender, device=device, overwrite=overwrite, offline=offline, console=console
+        )
         if output.as_json:
             console.document(report.record())
         else:
@@ -185,13 +202,22 @@ def _recipe(model: str | None, overrides: Sequence[str]) -> Recipe:
     return recipe if recipe.quantize else recipe.model_copy(update={"quantize": QuantizeSection()})
 
 
-def _find(recipe: Recipe, *, offline: bool, console: Console) -> Snapshot:
-    """The files of what is quantized."""
+def _lender(model: str, *, offline: bool, console: Console) -> Lender:
+    """The model that `--share-embeddings` names."""
+    from specq.models.shared import Lender
+    from specq.recipe import resolve
+
+    ref = resolve(model).target
+    snapshot = _find(ref, offline=offline, console=console)
+    return Lender(snapshot.path, snapshot.repo_id or _public_name(ref.model, snapshot.path))
+
+
+def _find(ref: ModelRef, *, offline: bool, console: Console) -> Snapshot:
+    """The files of a model."""
     from specq.hub import resolve_model
 
     progress = console.progress()
     try:
-        ref = recipe.target
         return resolve_model(ref.model, revision=ref.revision, offline=offline or None, progress=progress)
     finally:
         progress.clear()
@@ -219,6 +245,7 @@ def _run(
     snapshot: Snapshot,
     out: Path,
     *,
+    lender: Lender | None,
     device: str,
     overwrite: bool,
     offline: bool,
@@ -239,7 +266,8 @@ def _run(
             out,
             settings=settings,
             calibration=calibration,
-            provenance=Provenance(name, snapshot.revision, command_line(name, section)),
+            provenance=Provenance(name, snapshot.revision, command_line(name, section, lender)),
+            lender=lender,
             device=choose_device(device),
             offline=offline or None,
             overwrite=overwrite,
@@ -270,9 +298,11 @@ def job_settings(section: QuantizeSection) -> tuple[Any, Any]:
     return settings, Calibration(section.calib, section.samples, section.seq_len)
 
 
-def command_line(name: str, section: QuantizeSection) -> str:
+def command_line(name: str, section: QuantizeSection, lender: Lender | None = None) -> str:
     """The command that makes this model again, without any path of this machine."""
     words = ["specq", "quantize", name, "-o", "DIR"]
+    if lender is not None:
+        words += ["--share-embeddings", lender.name]
     for key, value in section.model_dump(exclude_defaults=True).items():
         words.append(f"--{key.replace('_', '-')}")
         if key == "calib" and not str(value).startswith("hub:"):

@@ -9,7 +9,6 @@ from specq.compress.evaluation import RESULT, ROUNDED, SOURCE
 
 if TYPE_CHECKING:
     from specq.compress.layers import MatrixReport
-    from specq.compress.plan import Plan, Settings
     from specq.compress.report import Report
 
 TITLES = {SOURCE: "source", ROUNDED: "rounding to nearest", RESULT: "this model"}
@@ -33,7 +32,7 @@ def model_card(report: Report) -> str:
         f"# {provenance.name} in 4 bits",
         "",
         f"`{provenance.name}`{revision}, its matrices in 4 bits by {method} ({kind}, {group}{order}), stored as "
-        f"`{settings.format}`. {_rest(plan, settings)} {report.num_bytes / 1e6:.0f} MB.",
+        f"`{settings.format}`. {_rest(report)} {report.num_bytes / 1e6:.0f} MB.",
         "",
         "## Evaluation",
         "",
@@ -61,10 +60,15 @@ def model_card(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _rest(plan: Plan, settings: Settings) -> str:
-    """What is not in 4 bits, as a sentence."""
-    if plan.packs_head:
-        return f"The head is in {settings.head_bits} bits; embeddings, norms and biases are in 16."
+def _rest(report: Report) -> str:
+    """What is not in 4 bits, as a sentence or two."""
+    if report.shared is not None:
+        return (
+            f"Embedding, output head and tokenizer are those of `{report.shared.lender}`, beside which alone it runs; "
+            "norms and biases are in 16 bits."
+        )
+    if report.plan.packs_head:
+        return f"The head is in {report.settings.head_bits} bits; embeddings, norms and biases are in 16."
     return "Embeddings, head, norms and biases are in 16 bits."
 
 

@@ -26,6 +26,7 @@ from specq.models.inventory import EMBEDDING
 from specq.models.loader import choose_dtype
 from specq.models.memory import free_bytes
 from specq.models.rope import RopeTable
+from specq.models.shared import LentWeights, SharedEmbeddings
 from specq.tensors import WeightSource, open_weights
 
 CHUNK_TOKENS = 2048
@@ -46,8 +47,11 @@ class Job:
         settings: Settings,
         device: str,
         on_progress: Callable[[str], None],
+        *,
+        shared: SharedEmbeddings | None = None,
     ) -> None:
-        self.spec, self.weights, self.plan, self.settings = spec, weights, plan, settings
+        """`shared` is what is read from `weights` and left out of what is written."""
+        self.spec, self.weights, self.plan, self.settings, self.shared = spec, weights, plan, settings, shared
         self.device, self.say = device, on_progress
         self.dtype = choose_dtype("auto", spec, device)
 
@@ -110,17 +114,20 @@ class Job:
 
     def all_tensors(self, workspace: LayerWorkspace) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the finished model: what stays in 16 bits, then layer by layer what was quantized."""
-        yield from writer.dense_tensors(self.spec, self.weights, self.plan)
+        lent = self.shared.tensors if self.shared else ()
+        yield from (named for named in writer.dense_tensors(self.spec, self.weights, self.plan) if named[0] not in lent)
         for index in range(self.spec.layers + self.plan.packs_head):
             yield from sorted(workspace.read_layer(index)[0].items())
 
     def evaluate(self, staged: Path, held_out: TokenSet) -> Mapping[str, Score]:
         """Scores of the staged files against the source."""
-        written = ModelSpec.from_config(read_config(staged))
+        written: WeightSource = open_weights(staged, ModelSpec.from_config(read_config(staged)))
+        if self.shared is not None:
+            written = LentWeights(written, self.weights, frozenset(self.shared.tensors))
         return evaluate(
             self.spec,
             self.weights,
-            open_weights(staged, written),
+            written,
             held_out.tokens,
             plan=self.plan,
             device=self.device,

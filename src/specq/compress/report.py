@@ -9,6 +9,7 @@ from typing import Any
 from specq.compress.evaluation import Score
 from specq.compress.layers import MatrixReport
 from specq.compress.plan import Plan, Settings
+from specq.models.shared import SharedEmbeddings
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Report:
     peak_device_bytes: int | None
     peak_host_bytes: int | None
     environment: dict[str, Any]
+    shared: SharedEmbeddings | None = None
 
     def record(self) -> dict[str, Any]:
         """The report as JSON values."""

@@ -23,9 +23,10 @@ from specq.compress.report import Provenance, Report
 from specq.environment import describe_environment, package_version
 from specq.errors import UsageError
 from specq.models.inventory import check_tensors
-from specq.models.loader import model_spec
+from specq.models.loader import model_spec, open_sharing
+from specq.models.shared import Lender, SharedEmbeddings, read_shared
 from specq.storage import require_space
-from specq.tensors import open_weights
+from specq.tensors import WeightSource, open_weights
 from specq.tokenizer import Tokenizer
 from specq.workspace import check_output, disk_errors, open_workspace
 
@@ -54,6 +55,7 @@ def quantize(
     settings: Settings | None = None,
     calibration: Calibration | None = None,
     provenance: Provenance | None = None,
+    lender: Lender | None = None,
     device: str = "cpu",
     offline: bool | None = None,
     overwrite: bool = False,
@@ -62,6 +64,7 @@ def quantize(
     """Writes the model in `source` (a folder or .gguf file) to `output` in 4 bits, and reports what that cost.
 
     A run that was stopped is taken up after its last finished layer, to the same bits. `output` appears whole.
+    With a `lender`, of whose embedding and output head the source is, these and the tokenizer are left to it.
     Raises a SpecqError of the fitting kind before work starts when something is missing or in the way.
     """
     settings, calibration = settings or Settings(), calibration or Calibration()
@@ -73,6 +76,7 @@ def quantize(
             output.absolute(),
             settings,
             calibration,
+            lender=lender,
             device=device,
             offline=offline,
             overwrite=overwrite,
@@ -98,6 +102,7 @@ def quantize(
                 peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else None,
                 peak_host_bytes=host.peak,
                 environment=describe_environment(device),
+                shared=task.job.shared,
             )
             (staged / "README.md").write_text(card.model_card(report), encoding="utf-8")
             workspace.publish()
@@ -123,6 +128,7 @@ def _prepare(
     settings: Settings,
     calibration: Calibration,
     *,
+    lender: Lender | None,
     device: str,
     offline: bool | None,
     overwrite: bool,
@@ -135,15 +141,15 @@ def _prepare(
     check_output(output, overwrite=overwrite)
     spec = model_spec(source)
     plan = plan_quantization(spec, settings)
-    weights = open_weights(source, spec)
+    weights, shared = _open(source, spec, settings, lender)
     check_tensors(spec, weights)
     require_space(output.parent, 2 * disk_bytes(spec, plan), hint="free some space, or choose another disk with -o")
     if device.startswith("cuda"):
         torch.cuda.init()  # before it the device is unknown to the next line
         torch.cuda.reset_peak_memory_stats(device)
-    job = Job(spec, weights, plan, settings, device, on_progress)
+    job = Job(spec, weights, plan, settings, device, on_progress, shared=shared)
     job.require_memory()
-    tokenizer = Tokenizer.load(source)
+    tokenizer = Tokenizer.load(source if lender is None else lender.path)
     tokens = None
     if settings.method == "gptq":
         length = min(calibration.seq_len, spec.max_context)
@@ -161,6 +167,7 @@ def _prepare(
         **asdict(settings),
         "group_size": plan.group_size,
         "calibration": None if tokens is None else tokens.digest,
+        "shared": shared is not None,
         "device": torch.device(device).type,
         "dtype": str(job.dtype).removeprefix("torch."),
         "torch": torch.__version__,
@@ -176,8 +183,27 @@ def _write(task: _Task, workspace: LayerWorkspace) -> tuple[Path, int]:
         staged = workspace.staging()
         num_bytes = writer.write_weights(staged, job.all_tensors(workspace))
         writer.write_configs(staged, task.source, job.spec, job.plan, job.settings)
-        writer.copy_companions(staged, task.source, task.tokenizer)
+        if job.shared is None:
+            writer.copy_companions(staged, task.source, task.tokenizer)
+        else:
+            writer.write_manifest(staged, task.source, job.shared)
     return staged, num_bytes
+
+
+def _open(
+    source: Path, spec: ModelSpec, settings: Settings, lender: Lender | None
+) -> tuple[WeightSource, SharedEmbeddings | None]:
+    """The source's weights, and what it is to leave to the lender. Raises UsageError where it needs one."""
+    if lender is not None:
+        if settings.head_bits is not None:
+            raise UsageError("the output head is shared, so it has no bits of its own", hint="leave out --head-bits")
+        return open_sharing(source, spec, lender)
+    if (shared := read_shared(source)) is not None:
+        raise UsageError(
+            f"`{source.name}` was saved without embedding and output head, which calibration needs",
+            hint=f"name the model that lends them: --share-embeddings {shared.lender}",
+        )
+    return open_weights(source, spec), None
 
 
 def _announce(spec: ModelSpec, plan: Plan, settings: Settings) -> None:

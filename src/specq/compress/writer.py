@@ -18,6 +18,7 @@ from specq.checkpoint import ModelSpec, read_config
 from specq.compress.plan import HEAD_NAME, Plan, Settings
 from specq.environment import package_version
 from specq.models.inventory import HEAD, expected_tensors
+from specq.models.shared import KEY, MANIFEST, SharedEmbeddings
 from specq.tensor_files import safe_path
 from specq.tensors import WeightSource, gguf_config
 from specq.tokenizer import Tokenizer
@@ -196,6 +197,13 @@ def copy_companions(folder: Path, source: Path, tokenizer: Tokenizer) -> None:
         write_json(folder / settings.name, {key: value for key, value in read.items() if key not in LOCAL_KEYS})
     if tokenizer.chat_template is not None and not (folder / "chat_template.jinja").exists():
         (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+
+
+def write_manifest(folder: Path, source: Path, shared: SharedEmbeddings) -> None:
+    """Writes the source's manifest of an intermediate, if it has one, with what is left to another model."""
+    file = source / MANIFEST
+    own = json.loads(safe_path(source, MANIFEST).read_text(encoding="utf-8")) if file.is_file() else {}
+    write_json(folder / MANIFEST, {"kind": "intermediate", **own, KEY: shared.record()})
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

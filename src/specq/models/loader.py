@@ -18,6 +18,7 @@ from specq.models.layers import DecoderLayer, SideBySide
 from specq.models.memory import MemoryEstimate, estimate_bytes, free_bytes, require_memory
 from specq.models.shared import (
     LENDABLE,
+    Lender,
     LentWeights,
     SharedEmbeddings,
     describe_lender,
@@ -72,19 +73,19 @@ def model_spec(path: Path) -> ModelSpec:
     return ModelSpec.from_config(read_config(path))
 
 
-def open_sharing(path: Path, spec: ModelSpec, *, lender: Path, name: str) -> tuple[WeightSource, SharedEmbeddings]:
-    """(the weights in `path` with what the model `lender`, called `name`, lends; what that is).
+def open_sharing(path: Path, spec: ModelSpec, lender: Lender) -> tuple[WeightSource, SharedEmbeddings]:
+    """(the weights in `path` with what the lender lends, what that is).
 
     A complete folder is taken for one that lacks what it shares: its own must be the lender's. Raises UnsupportedError
     when they are not.
     """
-    lender_spec = model_spec(lender)
-    own, theirs, shared = open_weights(path, spec), open_weights(lender, lender_spec), read_shared(path)
+    lender_spec = model_spec(lender.path)
+    own, theirs, shared = open_weights(path, spec), open_weights(lender.path, lender_spec), read_shared(path)
     if shared is None:
-        shared = describe_lender(name, lender_spec, theirs, is_tied=spec.tie_embeddings)
+        shared = describe_lender(lender.name, lender_spec, theirs, is_tied=spec.tie_embeddings)
         require_lender(shared, own, name=path.name)
     else:
-        require_lender(shared, theirs, name=name)
+        require_lender(shared, theirs, name=lender.name)
     return LentWeights(own, theirs, frozenset(shared.tensors)), shared
 
 

@@ -50,6 +50,14 @@ class SharedEmbeddings:
         return {"lender": self.lender, "tensors": tensors}
 
 
+@dataclass(frozen=True)
+class Lender:
+    """A model that lends: where it lies, and what people call it."""
+
+    path: Path
+    name: str
+
+
 def read_shared(path: Path) -> SharedEmbeddings | None:
     """What the folder's manifest says is lent; None for a complete model. Raises UsageError for a broken manifest."""
     file = path / MANIFEST

@@ -14,7 +14,7 @@ from specq.errors import SpecqError, UnsupportedError, UsageError
 from specq.models.causal_lm import CausalLM
 from specq.models.inventory import EMBEDDING, HEAD, NORM
 from specq.models.loader import estimate_memory, load_model, model_spec, open_sharing
-from specq.models.shared import KEY, MANIFEST, describe_lender, read_shared, require_lender
+from specq.models.shared import KEY, MANIFEST, Lender, describe_lender, read_shared, require_lender
 from specq.spec.check import check_pair
 from specq.spec.tree import chain
 from specq.tensors import open_weights
@@ -96,7 +96,7 @@ def test_another_model_of_the_same_shape_does_not_lend(tmp_path, kind) -> None:
     assert [name for name, _ in failed] == ["drafter embeddings"]
     assert "those of `the-target`" in failed[0][1]
     with pytest.raises(UnsupportedError, match="`other` is another"):
-        open_sharing(tmp_path / "shared", model_spec(tmp_path / "shared"), lender=other, name="other")
+        open_sharing(tmp_path / "shared", model_spec(tmp_path / "shared"), Lender(other, "other"))
     assert all(result.status != "fail" for result in check_pair(tmp_path / "target", tmp_path / "shared"))
 
 
