@@ -89,11 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def shapes_of(name: str, kernel: str) -> list[tuple[int, int]]:
-    """Shapes of a named model (its layer's products, or its head for w16a16), or one `OUTxIN`."""
+    """Shapes of a named model (its layer's products and its head in 4 and 8 bits; or its head), or one `OUTxIN`."""
     if name in LAYERS:
-        return list(LAYERS[name].values()) if kernel == "w4a16" else [HEADS[name]]
-    n, k = name.split("x")
-    return [(int(n), int(k))]
+        n, k = HEADS[name]
+        return [*LAYERS[name].values(), (n, k), (n, 2 * k)] if kernel == "w4a16" else [(n, k)]
+    rows, columns = name.split("x")
+    return [(int(rows), int(columns))]
 
 
 def tile_configs(kernel: str, rows: int, *, has_roles: bool = False) -> list[configs.Config]:

@@ -39,9 +39,10 @@ def w4a16(
     residual: Tensor | None = None,
     sums: Tensor | None = None,
     following: W4Weight | None = None,
+    out_dtype: torch.dtype | None = None,
     config: configs.Config | None = None,
 ) -> Tensor:
-    """x @ W.T + bias + residual, [rows, N] in x's dtype, rounded once.
+    """x @ W.T + bias + residual, [rows, N], in `out_dtype` (x's dtype when None; float32 for logits), rounded once.
 
     x fp16 or bf16 [rows, K]; bias [N] and residual [rows, N] in x's dtype; `sums` is `group_sums(x, group)` where the
     producer of x has them already; `following` is the weight of the product after this one, whose first bytes are
@@ -49,7 +50,7 @@ def w4a16(
     """
     if weight.is_gate_up:
         raise ValueError("weight: gate and up are interleaved, use w4a16_silu")
-    return _product(x, weight, bias, residual, sums, following, config)
+    return _product(x, weight, bias, residual, sums, following, out_dtype, config)
 
 
 def w4a16_silu(
@@ -63,10 +64,17 @@ def w4a16_silu(
     """silu(x @ gate.T) * (x @ up.T), [rows, N/2], of a weight packed with is_gate_up; arguments as in `w4a16`."""
     if not weight.is_gate_up:
         raise ValueError("weight: not packed with is_gate_up")
-    return _product(x, weight, None, None, sums, following, config)
+    return _product(x, weight, None, None, sums, following, None, config)
 
 
-def w4a16_ref(x: Tensor, weight: W4Weight, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def w4a16_ref(
+    x: Tensor,
+    weight: W4Weight,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """The definition: the dequantised product in fp32 (float64 for a float64 x)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(wide) @ weight.dequantize(wide).T
@@ -75,7 +83,7 @@ def w4a16_ref(x: Tensor, weight: W4Weight, *, bias: Tensor | None = None, residu
         y = torch.nn.functional.silu(gate) * up
     for term in (bias, residual):
         y = y if term is None else y + term.to(wide)
-    return y.to(x.dtype)
+    return y.to(out_dtype or x.dtype)
 
 
 def _product(
@@ -85,6 +93,7 @@ def _product(
     residual: Tensor | None,
     sums: Tensor | None,
     following: W4Weight | None,
+    out_dtype: torch.dtype | None,
     config: configs.Config | None,
 ) -> Tensor:
     n, k = weight.shape
@@ -95,7 +104,7 @@ def _product(
         if term is not None:
             check_tensor(name, term, shape=shape, dtype=x.dtype, device=x.device)
     if not runs_kernel(x):
-        return w4a16_ref(x, weight, bias=bias, residual=residual)
+        return w4a16_ref(x, weight, bias=bias, residual=residual, out_dtype=out_dtype)
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"x: {rows} rows, the kernel takes 1 to {MAX_ROWS}")
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -103,7 +112,7 @@ def _product(
     if sums is None:
         sums = group_sums(x, weight.group_size)
     check_tensor("sums", sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
-    out = torch.empty(rows, n_out, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, n_out, dtype=out_dtype or x.dtype, device=x.device)
     _launch(x, weight, sums, bias, residual, out, following, config or _config(x, weight))
     return out
 

@@ -16,6 +16,7 @@ from specq_kernels.tune import runs_roles, tile_configs
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
 from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
+from specq_kernels.w8a16 import pack_w8, w8a16
 from specq_kernels.w16a16 import W16Weight, w16a16, w16a16_argmax, w16a16_ref
 
 pytestmark = pytest.mark.gpu
@@ -118,6 +119,20 @@ def test_warps_of_separate_roles_give_the_same_bits(n: int, k: int, form: str, d
             for _ in range(20):
                 assert torch.equal(call(config={**split, **roles, "block_m": block_m}), expected), (rows, call)
     assert not weight.counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_8_bit_product_equals_the_float64_one_and_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> None:
+    n, k = 1024, 2048
+    codes = torch.randint(-(2**31), 2**31 - 1, (n, k // 4), dtype=torch.int32, device="cuda")
+    scales = (torch.rand(n, k // 128, device="cuda") * 0.01 + 0.005).half()
+    weight = pack_w8(codes, scales, group_size=128)
+    x = torch.randn(64, k, device="cuda", dtype=dtype)
+    whole = w8a16(x, weight, out_dtype=torch.float32)
+    reference = x.double() @ weight.dequantize(torch.float64).T
+    assert error(whole, reference) < 1e-3  # the power of two that carries the codes cancels in float32
+    for rows in (1, 16, 17, 33):
+        assert torch.equal(w8a16(x[:rows].contiguous(), weight, out_dtype=torch.float32), whole[:rows])
 
 
 def test_split_k_repeats_bitwise() -> None:

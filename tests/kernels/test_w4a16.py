@@ -11,6 +11,7 @@ from specq_kernels import configs
 from specq_kernels.group_sums import group_sums, group_sums_ref
 from specq_kernels.w4_layout import W4Weight, pack_codes, pack_w4, unpack_codes
 from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
+from specq_kernels.w8a16 import pack_w8, w8a16
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond x in `sums` hold nothing
 
@@ -95,6 +96,34 @@ def test_rows_do_not_depend_on_their_number_nor_on_the_tile(step: int, direct: i
         config = {**split, "block_n": block_n, "block_m": 16 if rows <= 16 else 32}
         assert torch.equal(w4a16(x[:rows].contiguous(), weight, config=config), whole[:rows])
     assert not weight.counters.any()
+
+
+@pytest.mark.parametrize(("k", "group", "has_zeros"), [(512, 128, True), (576, -1, False), (256, 64, True)])
+def test_8_bits_are_two_planes_of_4(k: int, group: int, has_zeros: bool) -> None:
+    n, groups = 40, 1 if group == -1 else k // group
+    q = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+    scales = (torch.rand(n, groups) * 0.01 + 0.005).half()
+    zeros = torch.randint(0, 256, (n, groups), dtype=torch.uint8) if has_zeros else None
+    weight = pack_w8(q.view(torch.int32), scales, group_size=group, zeros=zeros)
+    offset = 128.0 if zeros is None else spread(zeros, k // groups, k)
+    matrix = (q - offset) * spread(scales, k // groups, k)
+    torch.testing.assert_close(weight.dequantize(torch.float64), matrix.double(), rtol=1e-6, atol=1e-6)
+    assert weight.shape == (n, k)
+    x = torch.randn(5, k).half()
+    y = w8a16(x, weight, out_dtype=torch.float32)
+    # only sums in fp32 differ
+    torch.testing.assert_close(y.double(), x.double() @ matrix.double().T, rtol=1e-4, atol=2e-3)
+    assert torch.equal(w8a16(x, weight), y.half())
+
+
+def test_8_bit_groups_that_no_kernel_runs_are_refused() -> None:
+    codes, scales = torch.zeros(16, 75, dtype=torch.int32), torch.ones(16, 3).half()
+    with pytest.raises(ValueError, match="does not divide"):
+        pack_w8(codes, scales, group_size=128)
+    with pytest.raises(ValueError, match="group_size: 100"):
+        pack_w8(codes, scales, group_size=100)
+    with pytest.raises(ValueError, match="too large"):
+        pack_w8(codes[:, :64], scales * 5000, group_size=128)
 
 
 def test_codes_come_back_from_the_packed_layout() -> None:
