@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,4 +83,31 @@ def test_another_target_and_bits_for_the_shared_head_are_refused(call, target, s
     done = call("quantize", small, "-o", tmp_path / "out", "--share-embeddings", target, "--head-bits", "8", *SHORT)
     assert done.code == 2
     assert "the output head is shared" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_4_bits_only_loses_its_embedding(call, target, small, tmp_path) -> None:
+    whole, left, bare = tmp_path / "whole", tmp_path / "left", tmp_path / "bare"
+    assert call("quantize", small, "-o", whole, *SHORT).code == 0
+    done = call("quantize", whole, "-o", left, "--share-embeddings", target)
+    assert done.code == 0, done.err
+    assert "the 4 bits as they were" in done.out
+    complete, weights = load_file(whole / "model.safetensors"), load_file(left / "model.safetensors")
+    assert complete.keys() - weights.keys() == {EMBEDDING, HEAD}
+    assert all(weights[name].equal(complete[name]) for name in weights)
+    assert (left / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+    assert not (left / "tokenizer.json").exists()
+    answer = call("run", target, "hello", "--pipeline", "sequence", "--intermediate", left, *ANSWER)
+    assert answer.code == 0, answer.err
+    # the same where somebody took the embedding out before
+    shutil.copytree(left, bare)
+    (bare / "specq_intermediate.json").unlink()
+    done = call("quantize", bare, "-o", tmp_path / "again", "--share-embeddings", target, "--json")
+    assert json.loads(done.out)["shared"]["tensors"].keys() == {EMBEDDING, HEAD}
+    assert (tmp_path / "again" / "specq_intermediate.json").read_bytes() == (
+        left / "specq_intermediate.json"
+    ).read_bytes()
+    other = write_model(tmp_path / "other", CONFIG, seed=9)
+    done = call("quantize", whole, "-o", tmp_path / "out", "--share-embeddings", other)
+    assert done.code == 6
     assert not (tmp_path / "out").exists()

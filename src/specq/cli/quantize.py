@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specq.compress.eagle import HeadReport
     from specq.compress.layers import MatrixReport
     from specq.compress.report import Report
+    from specq.compress.sharing import SharingReport
     from specq.hub import Snapshot
     from specq.models.shared import Lender
     from specq.recipe import ModelRef, QuantizeSection, Recipe
@@ -126,7 +127,8 @@ def quantize(
             "--share-embeddings",
             metavar="TARGET",
             panel=RESULT,
-            help="For an intermediate of TARGET: leave embedding, output head and tokenizer to that model.",
+            help="For an intermediate of TARGET: leave embedding, output head and tokenizer to that model; what is in 4 "
+            "bits already stays as it is.",
         ),
     ] = None,
     overwrite: Annotated[
@@ -178,7 +180,13 @@ def quantize(
             return
         lender = None
         if share_embeddings is not None:
+            from specq.compress.sharing import is_quantized, leave_embeddings
+
             lender = _lender(share_embeddings, offline=offline, console=console)
+            if is_quantized(snapshot.path):
+                left = leave_embeddings(snapshot.path, out, lender=lender, overwrite=overwrite)
+                console.document(left.record()) if output.as_json else _show_left(console, left)
+                return
         report = _run(
             recipe, snapshot, out, lender=lender, device=device, overwrite=overwrite, offline=offline, console=console
         )
@@ -327,6 +335,11 @@ def _show(console: Console, report: Report) -> None:
         memory += f", {size_text(report.peak_device_bytes)} on the device"
     console.line()
     console.line(f"{report.output}: {size_text(report.num_bytes)}, {report.seconds / 60:.1f} minutes, at most {memory}")
+
+
+def _show_left(console: Console, report: SharingReport) -> None:
+    console.line(f"{report.output}: {size_text(report.num_bytes)}, the 4 bits as they were; embedding, output head and")
+    console.line(f"tokenizer are those of {report.shared.lender}")
 
 
 def _show_head(console: Console, report: HeadReport) -> None:

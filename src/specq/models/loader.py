@@ -76,14 +76,14 @@ def model_spec(path: Path) -> ModelSpec:
 def open_sharing(path: Path, spec: ModelSpec, lender: Lender) -> tuple[WeightSource, SharedEmbeddings]:
     """(the weights in `path` with what the lender lends, what that is).
 
-    A complete folder is taken for one that lacks what it shares: its own must be the lender's. Raises UnsupportedError
-    when they are not.
+    A folder that does not say what it shares is taken for one that lacks it: what it holds of that must be the
+    lender's. Raises UnsupportedError when it is not.
     """
     lender_spec = model_spec(lender.path)
     own, theirs, shared = open_weights(path, spec), open_weights(lender.path, lender_spec), read_shared(path)
     if shared is None:
         shared = describe_lender(lender.name, lender_spec, theirs, is_tied=spec.tie_embeddings)
-        require_lender(shared, own, name=path.name)
+        require_lender(shared.among(own.names()), own, name=path.name)
     else:
         require_lender(shared, theirs, name=lender.name)
     return LentWeights(own, theirs, frozenset(shared.tensors)), shared

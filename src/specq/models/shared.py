@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,10 @@ class SharedEmbeddings:
 
     lender: str
     tensors: Mapping[str, LentTensor]
+
+    def among(self, names: Collection[str]) -> SharedEmbeddings:
+        """Those of the tensors that have one of these names."""
+        return SharedEmbeddings(self.lender, {name: each for name, each in self.tensors.items() if name in names})
 
     def record(self) -> dict[str, Any]:
         """The value of KEY in the manifest."""
