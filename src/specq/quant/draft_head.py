@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specq.quant.kernel_choice import asks_for_kernels, why_no_kernels
 from specq.quant.linear import make_linear
-from specq.quant.packed import PackedWeight, pack_nibbles
+from specq.quant.packed import PackedWeight, pack_codes, pack_nibbles
 
 GROUP_SIZES = (64, 32)
 ROWS_AT_ONCE = 8192
@@ -22,30 +22,31 @@ _int8_product = torch.ops.aten._weight_int8pack_mm.default
 def make_draft_head(weight: Tensor, *, bits: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A module computing about x @ weight.T for x in `dtype`, from a copy of `weight` [vocab, hidden] in 8 or 4 bits.
 
-    Both run as they are stored on a CPU; on a GPU 4 bits do where our kernels run, and are dequantised elsewhere.
-    Raises ValueError for other bits, and for 8 off a CPU, where no product takes them yet.
+    Both run as they are stored on a CPU and where our kernels run, with fp32 results there; elsewhere 4 bits are
+    dequantised. Raises ValueError for bits that `draft_head_bits` does not name.
     """
-    if bits == 8 and has_int8_product(device):
-        return Int8Linear(weight)
-    if bits != 4:
+    if bits == 16 or bits not in draft_head_bits(device, dtype):
         raise ValueError(f"bits: no product for a draft head of {bits} bits on {device.type}")
-    packed = pack_ranges(weight)
-    if asks_for_kernels() and why_no_kernels(dtype, device) is None:
+    if runs_kernels(device, dtype):
         from specq.quant.kernel_linear import make_kernel_linear
 
-        return make_kernel_linear(packed, None, device=device, dtype=dtype)
+        packed = pack_ranges(weight) if bits == 4 else pack_rows(weight)
+        return make_kernel_linear(packed, None, device=device, dtype=dtype, out_dtype=torch.float32)
+    if bits == 8:
+        return Int8Linear(weight)
+    packed = pack_ranges(weight)
     has_product = device.type == "cpu" and dtype != torch.float64
     return make_linear(packed, device=device, dtype=dtype, product="int4" if has_product else None)
 
 
-def has_int8_product(device: torch.device) -> bool:
-    """Whether a draft head of 8 bits runs there."""
-    return device.type == "cpu"
-
-
 def draft_head_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """The bits a draft head may have there, 16 first."""
-    return (16, 8, 4) if has_int8_product(device) else (16, 4)
+    return (16, 8, 4) if device.type == "cpu" or runs_kernels(device, dtype) else (16, 4)
+
+
+def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a draft head runs on our kernels there."""
+    return asks_for_kernels() and why_no_kernels(dtype, device) is None
 
 
 class Int8Linear(nn.Module):
@@ -73,6 +74,13 @@ def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         codes[part] = (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
         scales[part] = scale
     return codes, scales
+
+
+def pack_rows(weight: Tensor) -> PackedWeight:
+    """`weight` [N, K] in 8 bits, the codes and scales of `round_rows`."""
+    codes, scales = round_rows(weight)
+    words = pack_codes((codes.int() + 128).to(torch.uint8), 8)
+    return PackedWeight(codes=words, scales=scales.to(torch.bfloat16)[:, None], group_size=weight.shape[1], bits=8)
 
 
 def pack_ranges(weight: Tensor) -> PackedWeight:

@@ -1,4 +1,4 @@
-"""Products on our Triton kernels, in the places of those in linear.py: 4-bit, gate and up with SiLU, 16-bit.
+"""Products on our Triton kernels, in the places of those in linear.py: 4 and 8 bits, gate and up with SiLU, 16 bits.
 
 Up to 64 rows a row's result is bitwise the same for any number of rows; more are a prompt's, where 4-bit matrices are
 dequantised in chunks. Matrices no kernel runs fall back on `make_linear`. Not used unless SPECQ_KERNELS=triton
@@ -17,19 +17,23 @@ from specq_kernels.launch import MAX_ROWS
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
 from specq_kernels.w4a16 import w4a16, w4a16_silu
+from specq_kernels.w8a16 import pack_w8, w8a16
 from specq_kernels.w16a16 import W16Weight, w16a16
 
 W4_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class KernelLinear(nn.Module):
-    """x @ weight.T + bias of a 4-bit matrix. Raises ValueError for a matrix `has_kernel` refuses."""
+    """x @ weight.T + bias of a 4-bit matrix `has_kernel` takes, in `out_dtype` (x's when None)."""
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: PackedWeight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.order = column_order(weight)
         self.weight = pack(weight)
         self.bias = bias
+        self.out_dtype = out_dtype
 
     @property
     def sums_group(self) -> int | None:
@@ -37,16 +41,33 @@ class KernelLinear(nn.Module):
         return self.weight.group_size if self.order is None else None
 
     def forward(self, x: Tensor, act: str = "a16") -> Tensor:
-        """[rows, N] in x's dtype, for x [rows, K] in fp16 or bf16."""
+        """[rows, N], for x [rows, K] in fp16 or bf16."""
         return self.product(x)
 
     def product(self, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
-        """The same plus `residual` [rows, N], rounded once; `sums` are x's over `sums_group`."""
+        """The same plus `residual` [rows, N], rounded once up to 64 rows; `sums` are x's over `sums_group`."""
         if self.order is not None:
             x = x[:, self.order]
         if is_decoding(x):
-            return w4a16(x, self.weight, bias=self.bias, residual=residual, sums=sums)
-        return w4_prefill(x, self.weight, bias=self.bias, residual=residual)
+            return w4a16(x, self.weight, bias=self.bias, residual=residual, sums=sums, out_dtype=self.out_dtype)
+        y = w4_prefill(x, self.weight, bias=self.bias, residual=residual)
+        return y if self.out_dtype is None else y.to(self.out_dtype)
+
+
+class KernelByteLinear(nn.Module):
+    """x @ weight.T + bias of an 8-bit matrix, as KernelLinear."""
+
+    def __init__(
+        self, weight: PackedWeight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = pack_w8(weight.codes, weight.scales, group_size=weight.group_size, zeros=weight.zeros)
+        self.bias = bias
+        self.out_dtype = out_dtype
+
+    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
+        """[rows, N], for x [rows, K] in fp16 or bf16."""
+        return w8a16(x, self.weight, bias=self.bias, out_dtype=self.out_dtype)
 
 
 class KernelGateUp(nn.Module):
@@ -109,16 +130,17 @@ def make_kernel_linear(
     """A module computing x @ weight.T + bias for x in `dtype` on `device`, on a kernel where one runs the matrix.
 
     A 4-bit matrix that `is_gate_up` and has no bias is multiplied with its SiLU (`has_fused_silu` says so);
-    `out_dtype` is that of a dense matrix's result.
+    `out_dtype` is that of the result where a kernel runs (float32 for logits).
     """
     if isinstance(weight, Tensor):
         bias = None if bias is None else bias.to(device, dtype)
         return DenseKernelLinear(weight.to(device, dtype).contiguous(), bias, out_dtype=out_dtype)
     if dtype not in W4_DTYPES or not has_kernel(weight):
         return make_linear(weight, bias, device=device, dtype=dtype)
-    if is_gate_up and bias is None and weight.shape[0] % 16 == 0:
+    if is_gate_up and bias is None and weight.bits == 4 and weight.shape[0] % 16 == 0:
         return KernelGateUp(weight.to(device))
-    return KernelLinear(weight.to(device), None if bias is None else bias.to(device, dtype))
+    kind = KernelLinear if weight.bits == 4 else KernelByteLinear
+    return kind(weight.to(device), None if bias is None else bias.to(device, dtype), out_dtype=out_dtype)
 
 
 def is_decoding(x: Tensor) -> bool:
@@ -128,8 +150,8 @@ def is_decoding(x: Tensor) -> bool:
 
 def has_kernel(weight: PackedWeight) -> bool:
     """Whether a kernel runs this matrix: its bits, groups, 16-bit scales of one type, columns that fall into groups."""
-    if weight.bits != 4:
-        return False
+    if weight.bits == 8:
+        return has_byte_kernel(weight)
     level = weight.two_level
     minima = weight.minima if level is None else level.minima
     if weight.scales.dtype == torch.float32 or (minima is not None and minima.dtype != weight.scales.dtype):
@@ -140,6 +162,14 @@ def has_kernel(weight: PackedWeight) -> bool:
         return True
     by_group = weight.g_idx.sort(stable=True).values
     return torch.equal(by_group.long(), torch.arange(weight.shape[1], device=by_group.device) // weight.group_size)
+
+
+def has_byte_kernel(weight: PackedWeight) -> bool:
+    """Whether the kernel of two planes runs this 8-bit matrix: groups that divide a row, scales that bear times 16."""
+    group, columns = weight.group_size, weight.shape[1]
+    is_plain = weight.minima is None and weight.two_level is None and weight.g_idx is None
+    fits = columns % group == 0 and (group in (32, 64) or group % 128 == 0 or (group == columns and columns % 32 == 0))
+    return is_plain and fits and weight.scales.dtype != torch.float32 and bool((weight.scales * 16).isfinite().all())
 
 
 def column_order(weight: PackedWeight) -> Tensor | None:
