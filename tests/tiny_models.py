@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from factories import WeightsInMemory, tiny_config
 from torch import Tensor
@@ -43,8 +45,10 @@ def make_head(target: CausalLM, *, eagle3: bool = False, trimmed: int | None = N
     """A random head for this target; EAGLE-1/2 by default, with an fc bias, or EAGLE-3 with its own output."""
     draws = torch.Generator().manual_seed(seed + 77)
 
+    place: Any = {"dtype": target.dtype, "device": target.device}
+
     def weight(*shape: int, scale: float = 1.5) -> Tensor:
-        return torch.randn(shape, generator=draws, dtype=torch.float64) * scale / shape[-1] ** 0.5
+        return (torch.randn(shape, generator=draws, dtype=torch.float64) * scale / shape[-1] ** 0.5).to(**place)
 
     def linear(rows: int, columns: int, *, has_bias: bool = False) -> DenseLinear:
         return DenseLinear(weight(rows, columns), weight(rows) * 0.3 if has_bias else None)
@@ -64,21 +68,24 @@ def make_head(target: CausalLM, *, eagle3: bool = False, trimmed: int | None = N
     attention_width = 2 * hidden if eagle3 else hidden
     layer = DecoderLayer(
         spec,
-        norms=(None, torch.ones(hidden, dtype=torch.float64)),
+        norms=(None, torch.ones(hidden, **place)),
         head_norms=None,
         qkv=linear((heads + 2 * kv_heads) * head_dim, attention_width),
         o=linear(hidden, hidden),
         gate_up=linear(80, hidden),
         down=linear(hidden, 40),
     )
-    ones = torch.ones(hidden, dtype=torch.float64)
+    ones = torch.ones(hidden, **place)
+    fc = linear(hidden, 3 * hidden) if eagle3 else linear(hidden, 2 * hidden, has_bias=True)
+    output = linear(spec.vocab, hidden) if eagle3 or trimmed else None
+    ids = torch.randperm(target.spec.vocab, generator=draws)[:trimmed].sort().values.to(target.device)
     return EagleHead(
         spec,
         target,
-        fc=linear(hidden, 3 * hidden) if eagle3 else linear(hidden, 2 * hidden, has_bias=True),
+        fc=fc,
         layer=layer,
-        rope=RopeTable(RopeSpec("default", 10000.0), head_dim, dtype=torch.float64, device=torch.device("cpu")),
+        rope=RopeTable(RopeSpec("default", 10000.0), head_dim, **place),
         norms={"embedding": ones, "feature": ones, "output": ones} if eagle3 else None,
-        output=linear(spec.vocab, hidden) if eagle3 or trimmed else None,
-        target_ids=torch.randperm(target.spec.vocab, generator=draws)[:trimmed].sort().values if trimmed else None,
+        output=output,
+        target_ids=ids if trimmed else None,
     )

@@ -23,8 +23,10 @@ from specq_kernels.tree_attention import tree_attention
 
 
 def why_no_device_head(head: EagleHead) -> str | None:
-    """The reason why no DeviceHead runs this head on kernels, or None."""
-    return why_no_attention(head.spec.head_dim) or why_no_kernels(head.target.dtype, head.target.device)
+    """The reason why no DeviceHead runs this head for a model that has a DeviceStep, or None."""
+    if why_no_kernels(head.target.dtype, head.target.device) is not None:
+        return None  # definitions run there
+    return why_no_attention(head.spec.head_dim)
 
 
 class DeviceHead:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM, Nodes, Output
 from specq.models.device_layer import attention_sums, finish_layer, multiply, rotary_tables, sums_group
-from specq.models.graphs import Graphs, graph_pool
+from specq.models.graphs import GraphPool, Graphs
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 from specq.quant.kernel_choice import why_no_kernels
@@ -62,7 +62,7 @@ class DeviceStep:
     def __init__(self, model: CausalLM, *, use_graphs: bool = True) -> None:
         """`use_graphs` False runs every step eagerly, as on a CPU."""
         self._model = cast(CausalLM, weakref.proxy(model))  # the model owns the step
-        self._pool = graph_pool(model.device, use_graphs=use_graphs)
+        self._pool = GraphPool(model.device) if use_graphs and model.device.type == "cuda" else None
         self._bound: weakref.WeakKeyDictionary[KVCache, BoundStep] = weakref.WeakKeyDictionary()
 
     @torch.inference_mode()
@@ -110,7 +110,7 @@ class BoundStep:
     slots behind `length`. Every step reads and writes these, so results are to be used or copied before the next one.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, pool: Any) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, pool: GraphPool | None) -> None:
         device, spec = model.device, model.spec
         self._model, self._graphs = model, Graphs(pool)
         # Not the cache itself: it is the weak key that this object hangs off.

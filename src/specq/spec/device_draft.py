@@ -60,11 +60,9 @@ class EagleDrafting:
 
     def __init__(self, head: EagleHead, cache: KVCache, verified: KVCache, shape: TreeShape) -> None:
         """`verified` is the cache of the model that verifies, whose features the head reads."""
-        assert verified.features is not None  # a verifier with a head keeps features
         device = head.target.device
-        self.head, self.shape = head, shape
+        self.head, self.verified, self.shape = head, verified, shape
         self._rows = DeviceHead(head, cache)
-        self._features = verified.features
         self._upload = Upload(3 + NEW_ROWS[-1] + MAX_NODES, device)
         values = self._upload.device
         self._start, self._new, self._known = values[:1], values[1:2], values[2:3]
@@ -124,7 +122,8 @@ class EagleDrafting:
     def _catch_up(self, plan: _Plan, rows: int, positions: Tensor) -> Tensor:
         """The predicted state [1, hidden] at the context's end; writes the rows of true features and of the trunk."""
         slots = self._at[:rows] + self._start
-        features = self._features.index_select(0, slots)
+        assert self.verified.features is not None  # a verifier with a head keeps features
+        features = self.verified.features.index_select(0, slots)
         out = self._rows.run(
             self._new_tokens[:rows],
             self._rows.enter(features),

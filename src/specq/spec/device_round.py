@@ -29,6 +29,8 @@ from specq_kernels.w16a16 import w16a16_argmax
 class DeviceVerifier(Verifier):
     """A verifier whose rounds run on the device; prompts as before."""
 
+    is_on_device = True
+
     def __init__(self, round_: DeviceRound, sampler: Sampler) -> None:
         super().__init__(round_.model, round_.cache, sampler)
         self.round = round_

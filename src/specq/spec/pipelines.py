@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 from specq.errors import UnsupportedError, UsageError
 from specq.models.cache import KVCache
@@ -18,6 +20,12 @@ from specq.spec.sampling import Sampler
 from specq.spec.speculator import Speculator
 from specq.spec.verifier import Verifier
 
+if TYPE_CHECKING:
+    from specq.spec.device_draft import EagleDrafting
+    from specq.spec.device_round import DeviceRound
+
+log = logging.getLogger("specq")
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -27,8 +35,24 @@ class Seat:
     cache: KVCache
 
     def verifier(self, sampler: Sampler) -> Verifier:
-        """A verifier over this cache. Models of one pipeline share the noise, so their samples agree most often."""
-        return Verifier(self.model, self.cache, sampler)
+        """A verifier over this cache. Models of one pipeline share the noise, so their samples agree most often.
+
+        Where the model has a step on the device, its rounds run there.
+        """
+        if self._round is None:
+            return Verifier(self.model, self.cache, sampler)
+        from specq.spec.device_round import DeviceVerifier
+
+        return DeviceVerifier(self._round, sampler)
+
+    @cached_property
+    def _round(self) -> DeviceRound | None:
+        """Outlives verifiers, since what it captured does."""
+        if self.model.device_step is None:
+            return None
+        from specq.spec.device_round import DeviceRound  # imports Triton, which not every platform has
+
+        return DeviceRound(self.model, self.cache)
 
 
 @dataclass(frozen=True)
@@ -42,6 +66,7 @@ class HeadSeat:
     cache: KVCache
     files: HeadFiles | None = None
     others: dict[int, EagleHead] = field(default_factory=dict, compare=False)
+    draftings: dict[tuple[TreeShape, int], EagleDrafting] = field(default_factory=dict, compare=False)
 
     def drafting_in(self, bits: int | None) -> EagleHead:
         """The head that drafts with an output head of so many bits; None leaves it as it was loaded."""
@@ -50,6 +75,31 @@ class HeadSeat:
         if bits not in self.others:
             self.others[bits] = redraft(self.head, self.files, head_bits=bits)
         return self.others[bits]
+
+    def drafter(self, verifier: Verifier, shape: TreeShape, *, bits: int | None = None) -> EagleTree:
+        """A drafter of trees of this shape for a verifier, on the device where its rounds are and the head can be."""
+        if verifier.is_on_device:
+            from specq.spec.device_draft import DeviceEagleTree
+            from specq.spec.device_round import DeviceVerifier
+
+            drafting = self._drafting(verifier, shape, bits)
+            if drafting is not None and isinstance(verifier, DeviceVerifier):
+                return DeviceEagleTree(drafting, self.cache, verifier)
+        return EagleTree(self.drafting_in(bits), self.cache, verifier, shape)
+
+    def _drafting(self, verifier: Verifier, shape: TreeShape, bits: int | None) -> EagleDrafting | None:
+        """Kept for the next drafter of the same shape, since what it captured is; None where the head cannot."""
+        from specq.models.device_head import why_no_device_head
+        from specq.spec.device_draft import EagleDrafting
+
+        head = self.drafting_in(bits)
+        if reason := why_no_device_head(head):
+            log.warning(f"drafting stays on torch: {reason}")
+            return None
+        key = (shape, head.head_bits)
+        if key not in self.draftings or self.draftings[key].verified is not verifier.cache:
+            self.draftings[key] = EagleDrafting(head, self.cache, verifier.cache, shape)
+        return self.draftings[key]
 
 
 @dataclass(frozen=True)
@@ -137,8 +187,7 @@ def _hierarchical(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
 
 def _tree_speculator(head: HeadSeat, seat: Seat, sampler: Sampler, recipe: Recipe) -> Speculator:
     verifier = seat.verifier(sampler)
-    drafter = EagleTree(head.drafting_in(recipe.drafter.head_bits), head.cache, verifier, tree_shape(recipe))
-    return Speculator(drafter, verifier)
+    return Speculator(head.drafter(verifier, tree_shape(recipe), bits=recipe.drafter.head_bits), verifier)
 
 
 _Part = TypeVar("_Part")

@@ -22,6 +22,8 @@ class Verifier:
     `act` is the precision of activations inside 4-bit products (QSpec's two modes of one model).
     """
 
+    is_on_device = False
+
     def __init__(self, model: CausalLM, cache: KVCache, sampler: Sampler, *, act: str = "a16") -> None:
         self.model, self.cache, self.sampler, self.act = model, cache, sampler, act
 
