@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from factories import WeightsInMemory
 from step_cases import fast_model
 from tiny_models import make_head
 
 from specq.models.causal_lm import CausalLM
+from specq.models.device_step import DeviceStep
 from specq.models.eagle import EagleHead
 from specq.recipe import Recipe
 from specq.spec.eagle_tree import EagleTree
@@ -35,11 +37,17 @@ def make_recipe(*, nodes: int = 20, depth: int = 3, top_k: int = 4, draft_length
 
 
 def make_parts(
-    config: Mapping[str, Any], *, dtype: str, device: str = "cpu", intermediate_config: Mapping[str, Any] | None = None
+    config: Mapping[str, Any],
+    source: WeightsInMemory | None = None,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    use_graphs: bool = True,
 ) -> Parts:
-    """Every part on kernels: an EAGLE-2 head for the target, a trimmed EAGLE-3 head for the intermediate."""
-    target = fast_model(config, dtype=dtype, device=device)
-    intermediate = fast_model(intermediate_config or config, dtype=dtype, device=device)
+    """Every part on kernels: an EAGLE-2 head for the target, a trimmed EAGLE-3 head for an equal intermediate."""
+    target, intermediate = (fast_model(config, source, dtype=dtype, device=device) for _ in range(2))
+    for model in (target, intermediate):
+        model.device_step = DeviceStep(model, use_graphs=use_graphs)
     head, inner = make_head(target), make_head(intermediate, eagle3=True, trimmed=200)
     return Parts(
         target=seat(target, head),
