@@ -11,6 +11,7 @@ import torch
 
 from specq.bench.memory import PeakMemory
 from specq.bench.transformers_baseline import TransformersModel
+from specq.models.causal_lm import CausalLM
 from specq.models.storages import storages
 from specq.recipe import Recipe, Sampling
 from specq.spec.pipelines import PIPELINES
@@ -46,6 +47,9 @@ class Contestant(Protocol):
     @property
     def name(self) -> str: ...
 
+    def prepare(self, decoding: Decoding) -> None:
+        """Do what only first answers do, before the clock runs."""
+
     def answer(self, prompt_ids: Sequence[int], decoding: Decoding, *, sampling: Sampling) -> Answer: ...
 
 
@@ -64,11 +68,19 @@ class PipelineContestant:
         self.idle_bytes = sum(everything.values()) - sum(storages(used).values())
         self._memory = PeakMemory(pipeline.target.device)
 
+    def prepare(self, decoding: Decoding) -> None:
+        self._take_over()
+        self.pipeline.warm_up(decoding.seeded(0))
+
+    def _take_over(self) -> None:
+        """Make the shared models this row's."""
+        self.pipeline.parts.rollback(0)
+        self.pipeline.recipe = self.recipe
+        self.pipeline.use(self.kind)
+
     def answer(self, prompt_ids: Sequence[int], decoding: Decoding, *, sampling: Sampling) -> Answer:
         pipeline = self.pipeline
-        pipeline.parts.rollback(0)
-        pipeline.recipe = self.recipe
-        pipeline.use(self.kind)
+        self._take_over()
         self._memory.restart()
         stream = pipeline.stream(
             prompt_ids,
@@ -90,6 +102,9 @@ class TransformersContestant:
         self, name: str, model: TransformersModel, pipeline: Pipeline, *, assistant: TransformersModel | None = None
     ) -> None:
         self.name, self.model, self.assistant, self.pipeline = name, model, assistant, pipeline
+
+    def prepare(self, decoding: Decoding) -> None:
+        """Nothing: its first answer is all there is to do."""
 
     def answer(self, prompt_ids: Sequence[int], decoding: Decoding, *, sampling: Sampling) -> Answer:
         tokenizer = self.pipeline.tokenizer
@@ -128,6 +143,6 @@ class TransformersContestant:
         return Answer(generation, None)
 
 
-def transformers_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The number formats the outside baseline is tried in: its best one is not known beforehand on a CPU."""
-    return (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16,)
+def transformers_dtypes(model: CausalLM) -> tuple[torch.dtype, ...]:
+    """The number formats the outside baseline is tried in: ours, and on a CPU both, since the best is not known."""
+    return (torch.float32, torch.bfloat16) if model.device.type == "cpu" else (model.dtype,)

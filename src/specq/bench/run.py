@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -11,13 +9,12 @@ from typing import Any
 
 from specq.bench.contestants import Answer, Contestant, Decoding
 from specq.bench.prompts import Prompt
+from specq.environment import device_state
 from specq.errors import UsageError
 from specq.spec.session import Generation, Pipeline
 
 ROOM = 16
 """Tokens of answer a prompt has to leave room for; a longer one is left out, for every contestant."""
-
-GPU_FIELDS = "clocks.sm,temperature.gpu,power.draw,clocks_event_reasons.active"
 
 
 @dataclass(frozen=True)
@@ -121,11 +118,13 @@ def run_benchmark(
         for number in range(warmups):
             say(f"warming up {contestant.name} ({number + 1} of {warmups})")
             began = perf_counter()
+            if number == 0:
+                contestant.prepare(decoding)
             contestant.answer(asking.ids(fitting[0], []), decoding, sampling=decoding.seeded(0))
             run.warmup_s[contestant.name].append(perf_counter() - began)
     num_round = 0
     for index, prompt in enumerate(fitting):
-        run.machine.append({"prompt": prompt.id, **machine_state(asking.pipeline.target.device.type)})
+        run.machine.append({"prompt": prompt.id, **device_state(str(asking.pipeline.target.device))})
         answers: list[str] = []
         for turn in range(len(prompt.turns)):
             ids = asking.fitting_ids(prompt, answers)
@@ -142,7 +141,7 @@ def run_benchmark(
                 num_round += 1
             own = next(s for s in run.samples[::-1] if s.contestant == contestants[0].name)
             answers.append(own.generation.text)
-    run.machine.append({"prompt": None, **machine_state(asking.pipeline.target.device.type)})
+    run.machine.append({"prompt": None, **device_state(str(asking.pipeline.target.device))})
     return run
 
 
@@ -158,23 +157,3 @@ def _fitting(prompts: Sequence[Prompt], asking: Asking, run: Run) -> list[Prompt
             f"no prompt of the suite fits the context of {asking.pipeline.context} tokens", hint="a larger --context"
         )
     return fitting
-
-
-def machine_state(device: str) -> dict[str, Any]:
-    """What a referee asks of a machine while it measures: load, and on a GPU clock, temperature, power, throttling."""
-    state: dict[str, Any] = {"load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
-    if device != "cuda":
-        return state
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return state
-    first = done.stdout.splitlines()[0].split(",") if done.stdout.strip() else []
-    names = ("sm_clock_mhz", "temperature_c", "power_w", "throttle_reasons")
-    return state | dict(zip(names, (value.strip() for value in first), strict=False))

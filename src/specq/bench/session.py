@@ -176,7 +176,7 @@ def transformers_contestants(
         paths.append(resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path)
     specs = [model_spec(path) for path in paths]
     contestants: list[TransformersContestant] = []
-    for dtype in transformers_dtypes(device):
+    for dtype in transformers_dtypes(pipeline.target):
         name = str(dtype).removeprefix("torch.")
         models = [(spec, path, pipeline.context) for spec, path in zip(specs, paths, strict=True)]
         check_memory(models, device=str(device), dtype=name)

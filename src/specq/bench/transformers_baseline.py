@@ -27,15 +27,14 @@ class TransformersModel:
 
         from specq.checkpoint import read_config
         from specq.models.loader import model_spec, open_sharing
-        from specq.models.shared import read_shared
+        from specq.models.shared import Lender, read_shared
         from specq.tensors import open_weights
 
         logging.set_verbosity_error()  # assisted generation warns of arguments that it makes itself
         config = {k: v for k, v in read_config(path).items() if k != "quantization_config"}
-        spec, weights = model_spec(path), None
-        if read_shared(path) is not None:
-            weights, _ = open_sharing(path, spec, lender=lender, name=lender.name)
-        weights = weights or open_weights(path, spec)
+        spec = model_spec(path)
+        is_whole = read_shared(path) is None
+        weights = open_weights(path, spec) if is_whole else open_sharing(path, spec, Lender(lender, lender.name))[0]
         self.device = device
         self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval().to(device)
         with torch.no_grad():

@@ -177,6 +177,8 @@ def _show(console: Console, rows: Sequence[RowReport], run: Run, facts: Mapping[
     show_differences(console, rows)
     if run.skipped:
         console.note(f"left out, too long for the context: {', '.join(run.skipped)}")
+    if throttled := sum(bool(state.get("is_throttled")) for state in run.machine):
+        console.note(f"warning: at {throttled} of {len(run.machine)} looks the GPU's clock was throttled")
     suite, environment = facts["suite"], facts["environment"]
     length = "exactly" if facts["length"] == "forced" else "at most"
     console.line()

@@ -18,8 +18,9 @@ def storages(value: Any) -> dict[int, int]:
     """
     found: dict[int, int] = {}
     for tensor in _tensors(value, set()):
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        # Not the storage's size: vectors of a mapped file are views of all that follows them there.
+        size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        found[tensor.data_ptr()] = max(size, found.get(tensor.data_ptr(), 0))
     return found
 
 

@@ -18,6 +18,7 @@ from specq.spec.pipelines import PIPELINES, Parts
 from specq.spec.sampling import Sampler
 from specq.spec.speculator import Round, Speculator, StopRule, generate
 from specq.spec.tree import DraftTree
+from specq.spec.warm_up import warm_up
 
 T_FACTORS = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Student's t for 95 %, by degrees of freedom from 1."""
@@ -189,6 +190,10 @@ def remeasure(
     on_run: Callable[[str], None] = lambda what: None,
 ) -> list[Measured]:
     """The candidates (plain first) run one after the other on the same prompts, the order turned round each time."""
+    if setting.parts.target.model.device.type == "cuda":
+        for candidate in candidates:
+            on_run(f"preparing {candidate.pipeline}")
+            warm_up(setting.speculator(candidate))
     began = perf_counter()
     runs: dict[Candidate, list[Run]] = {candidate: [] for candidate in candidates}
     for number, prompt in enumerate(prompts):

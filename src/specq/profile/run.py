@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 
 import torch
 
+from specq.environment import device_state
 from specq.errors import NotEnoughMemoryError, UsageError
 from specq.models.memory import free_bytes
 from specq.profile.cost import Tree
@@ -18,7 +19,7 @@ from specq.profile.result import Profile
 from specq.profile.split import split_steps
 from specq.profile.study import make_subject
 from specq.profile.subject import Request, Subject, load_subject
-from specq.profile.timing import Samples, device_state, stability_notes
+from specq.profile.timing import Samples, stability_notes
 from specq.spec.decision import Decision
 from specq.spec.drafters import PromptLookup
 from specq.spec.pipelines import Parts, Seat
@@ -98,18 +99,18 @@ class _Run:
 
     def run(self) -> Profile:
         profile = self.profile
-        profile.states.append(device_state(self.device))
+        profile.states.append(device_state(str(self.device)))
         try:
             self._time()
             self._observe()
         finally:
             self._summarize()
-        profile.states.append(device_state(self.device))
+        profile.states.append(device_state(str(self.device)))
         if self.request.compare_fp16:
             self._compare_fp16()
         self._split()
         self._choose()
-        profile.states.append(device_state(self.device))
+        profile.states.append(device_state(str(self.device)))
         profile.notes += stability_notes(profile.states, drift=self.samples.drift(), spread=self.samples.spread())
         return profile
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -16,9 +14,6 @@ from specq.profile.cost import Timing
 Key = TypeVar("Key", bound=Hashable)
 
 FEWEST_ROUNDS = 3
-GPU_FIELDS = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
-IDLE_REASON = 1
-"""The bit of the throttle reasons that only says that nothing runs."""
 
 
 def wait_for(device: torch.device) -> None:
@@ -75,39 +70,6 @@ def measure(
             wait_for(device)
             samples.setdefault(key, []).append((perf_counter() - start) * 1e3)
         on_round(done + 1)
-
-
-def device_state(device: torch.device) -> dict[str, Any]:
-    """Clock, temperature, power and throttling of a GPU, clock and load of a CPU, as far as the system tells."""
-    return _gpu_state(device.index or 0) if device.type == "cuda" else _cpu_state()
-
-
-def _gpu_state(index: int) -> dict[str, Any]:
-    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        clock, most, temperature, power, reasons = (value.strip() for value in done.stdout.split(","))
-        return {
-            "clock_mhz": float(clock),
-            "max_clock_mhz": float(most),
-            "temperature_c": float(temperature),
-            "power_w": float(power),
-            "is_throttled": bool(int(reasons, 16) & ~IDLE_REASON),
-        }
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return {}
-
-
-def _cpu_state() -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    try:
-        state["load"] = float(Path("/proc/loadavg").read_text(encoding="ascii").split()[0])
-        clock = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
-        if clock.is_file():
-            state["clock_mhz"] = int(clock.read_text(encoding="ascii")) / 1e3
-    except (OSError, ValueError):
-        pass
-    return state
 
 
 def stability_notes(states: Sequence[Mapping[str, Any]], *, drift: float, spread: float) -> list[str]:

@@ -20,6 +20,7 @@ from specq.spec.parts import PartLoader
 from specq.spec.pipelines import PIPELINES, Parts, require_pipeline
 from specq.spec.sampling import Sampler
 from specq.spec.speculator import Speculator, StopRule, generate
+from specq.spec.warm_up import warm_up
 from specq.tokenizer import TextStream, Tokenizer
 
 log = logging.getLogger("specq")
@@ -198,6 +199,13 @@ class Pipeline:
         )
         self._tokens = ids
         return Stream(speculator, ids, rule, reader, reused_tokens=reused, pipeline=self.name, seed=sampler.seed)
+
+    def warm_up(self, sampling: Sampling | None = None) -> None:
+        """On a GPU, compile and capture now what answers of the pipeline in use would stop for; empties the caches."""
+        if self.target.device.type == "cuda":
+            warm_up(PIPELINES[self.name].build(self.parts, self.sampler(sampling), self._running))
+        self.parts.rollback(0)
+        self._tokens = []
 
     def sampler(self, sampling: Sampling | None = None) -> Sampler:
         """The sampler of these settings; what is unset comes from the recipe, then from the model's own defaults."""

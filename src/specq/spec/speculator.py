@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Protocol
 
 import torch
 
 from specq.spec.drafters import Drafter
+from specq.spec.stopwatch import Stopwatch
 from specq.spec.tree import DraftTree
 from specq.spec.verifier import Verifier
 
@@ -31,22 +31,23 @@ class Speculator:
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
         self.drafter, self.verifier = drafter, verifier
         self.rounds: list[Round] = []
+        self._watch = Stopwatch()
         self.observer: Callable[[DraftTree, list[int]], None] | None = None
         """Called with the draft and the tokens decided after every decode round, by those who measure acceptance."""
 
     @torch.inference_mode()
     def step(self, context: Sequence[int], room: int) -> list[int]:
         """The tokens of one round, at least one and at most `room` (which is at least 1)."""
-        began = perf_counter()
+        watch = self._watch
+        watch.start()
         if self.verifier.needs_prefill(context):
             decided = self.verifier.prefill(context)
-            self.rounds.append(Round(True, 0, len(decided), 0.0, (perf_counter() - began) * 1e3))
+            self.rounds.append(Round(True, 0, len(decided), 0.0, sum(watch.stop())))
             return decided
         tree = self.drafter.propose(context, max_nodes=self.verifier.max_draft(context), max_depth=room - 1)
-        drafted = perf_counter()
+        watch.drafted(tree.tokens.device)
         decided = self.verifier.verify(context, tree)
-        ended = perf_counter()
-        self.rounds.append(Round(False, len(tree), len(decided), (drafted - began) * 1e3, (ended - drafted) * 1e3))
+        self.rounds.append(Round(False, len(tree), len(decided), *watch.stop()))
         if self.observer is not None:
             self.observer(tree, decided)
         return decided

@@ -55,7 +55,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("spec.session", "spec.speculator", "bench.run"):
+    for module in ("spec.session", "spec.stopwatch", "bench.run"):
         monkeypatch.setattr(f"specq.{module}.perf_counter", clock)
     return clock
 

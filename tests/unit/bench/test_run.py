@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from factories import tiny_config, tiny_model
@@ -12,7 +10,7 @@ from factories import tiny_config, tiny_model
 from specq.bench.contestants import Answer, Contestant, Decoding, PipelineContestant
 from specq.bench.prompts import Prompt
 from specq.bench.report import report_rows
-from specq.bench.run import Asking, Run, Sample, machine_state, run_benchmark
+from specq.bench.run import Asking, Run, Sample, run_benchmark
 from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
 from specq.models.storages import storages
@@ -193,19 +191,6 @@ def test_the_state_of_the_machine_is_kept_for_every_prompt(make_pipeline: Callab
     done = run(make_pipeline(), "plain")
     assert [state["prompt"] for state in done.machine] == ["p0", "p1", "p2", "p3", None]
     assert all(state["load"] >= 0 for state in done.machine)
-    assert set(machine_state("cpu")) == {"load"}
-
-
-def test_clock_temperature_and_throttling_of_a_gpu_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '1980, 41, 312.50, 0x0000000000000004'\n", encoding="ascii")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    state = machine_state("cuda")
-    assert (state["sm_clock_mhz"], state["temperature_c"], state["power_w"]) == ("1980", "41", "312.50")
-    assert state["throttle_reasons"] == "0x0000000000000004"
-    tool.write_text("#!/bin/sh\nexit 9\n", encoding="ascii")
-    assert set(machine_state("cuda")) == {"load"}
 
 
 def test_a_sample_is_recorded_under_the_names_of_the_run_record(make_pipeline: Callable[..., Pipeline]) -> None:
