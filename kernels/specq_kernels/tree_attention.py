@@ -83,15 +83,16 @@ def tree_attention(
     options = {} if interpreted() else {"num_warps": block_q // 16, "launch_pdl": early}
     _attention_chunk_kernel[(kv_heads, triton.cdiv(rows, block_q), chunks)](
         q, k, v, mask, depths if depths is not None else mask, length, partial, top_total, top_total[1],
-        nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0, config["ahead"],
-        KV_HEADS=kv_heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q, TILE=TILE,
-        LEAST=LEAST_CHUNK, MOST=most, WINDOWED=window is not None, STAGES=config["stages"], EARLY=early, **options,
+        nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0, most, config["ahead"],
+        KV_HEADS=kv_heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q,
+        TILE=config["tile"], LEAST=LEAST_CHUNK, WINDOWED=window is not None, STAGES=config["stages"], EARLY=early,
+        **options,
     )  # fmt: skip
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
     _attention_combine_kernel[(nodes, heads // block_h)](
-        partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes, earlier + nodes,
+        partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes, earlier + nodes, most,
         HEADS=heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_H=block_h,
-        LEAST=LEAST_CHUNK, MOST=most, BLOCK_C=min(32, triton.next_power_of_2(most)),
+        LEAST=LEAST_CHUNK, BLOCK_C=min(32, triton.next_power_of_2(most)),
         GROUP=group if sums is not None else 0, STRIDE=row_bucket(nodes), EARLY=early, **options,
     )  # fmt: skip
     return out
@@ -144,6 +145,7 @@ def attention_config(rows: int, heads: int, head_dim: int, group: int) -> Config
     combine_heads = next(count for count in (2, 1) if heads % count == 0)
     return {
         "chunks": CHUNKS,
+        "tile": TILE,
         "block_q": 64 if rows <= 64 else 128,
         "stages": 3,
         "ahead": 2 * TILE * head_dim * 2,
@@ -164,20 +166,20 @@ def sums_group(sums: Tensor | None, rows: int, columns: int, head_dim: int) -> i
 
 
 @triton.jit
-def _chunk_size(position, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """Keys a chunk for a row at this position: LEAST, doubled until MOST chunks hold all up to the position."""
+def _chunk_size(position, most, LEAST: tl.constexpr):
+    """Keys a chunk for a row at this position: LEAST, doubled until `most` chunks hold all up to the position."""
     size = LEAST
     for _ in tl.static_range(16):
-        size = tl.where(position >= MOST * size, 2 * size, size)
+        size = tl.where(position >= most * size, 2 * size, size)
     return size
 
 
-@triton.jit(do_not_specialize=["nodes", "written", "window", "ahead"])
+@triton.jit(do_not_specialize=["nodes", "written", "window", "most", "ahead"])
 def _attention_chunk_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, depth_ptr, length_ptr, partial_ptr, top_ptr, total_ptr,
-    nodes, written, max_len, scale, window, ahead,
+    nodes, written, max_len, scale, window, most, ahead,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised attention of BLOCK_Q rows (node, head of the kv head's group) over one chunk of keys.
@@ -192,7 +194,7 @@ def _attention_chunk_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         # committed keys are older than the kernel before; a stale length costs a useless hint
         known = tl.minimum(tl.load(length_ptr, volatile=True), max_len)
-        size = _chunk_size(known + written - nodes, LEAST, MOST)
+        size = _chunk_size(known + written - nodes, most, LEAST)
         begin = tl.program_id(2) * size
         left = tl.maximum(tl.minimum(known - begin, size), 0)
         left = left * (HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
@@ -202,7 +204,7 @@ def _attention_chunk_kernel(
         tl.extra.cuda.gdc_wait()
     length = tl.load(length_ptr, volatile=True)
     first = length + written - nodes  # slot of the first row's node
-    size = _chunk_size(first, LEAST, MOST)
+    size = _chunk_size(first, most, LEAST)
     rows = nodes * SHARED
     row = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     node = row // SHARED
@@ -218,9 +220,9 @@ def _attention_chunk_kernel(
     depth = tl.zeros((BLOCK_Q,), tl.int32)
     if WINDOWED:
         depth = tl.load(depth_ptr + node, mask=row < rows, other=0)
-    phases = tl.where(length + written > MOST * size, 2, 1)
+    phases = tl.where(length + written > most * size, 2, 1)
     for phase in tl.range(0, phases, num_stages=1):
-        is_row = (row < rows) & ((first + node >= MOST * size) == (phase == 1))
+        is_row = (row < rows) & ((first + node >= most * size) == (phase == 1))
         begin = tl.program_id(2) * (size << phase)
         end = tl.minimum(length + written, begin + (size << phase))
         if begin < end:
@@ -285,11 +287,11 @@ def _add_tile(acc, top, total, scores, scale, values):
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["nodes", "written"])
+@triton.jit(do_not_specialize=["nodes", "written", "most"])
 def _attention_combine_kernel(
-    partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, nodes, written,
+    partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, nodes, written, most,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr, LEAST: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     STRIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Chunks merged in fixed blocks of BLOCK_C, for one node and BLOCK_H heads; chunks a row does not see weigh 0."""
@@ -303,7 +305,7 @@ def _attention_combine_kernel(
     stride = (HEADS // SHARED) * rows  # entries a chunk
     row = (head // SHARED) * rows + node * SHARED + head % SHARED  # [BLOCK_H]
     slot = tl.load(length_ptr) + written - nodes + node  # a node sees no later ones
-    chunks = slot // _chunk_size(slot, LEAST, MOST) + 1
+    chunks = slot // _chunk_size(slot, most, LEAST) + 1
     top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)

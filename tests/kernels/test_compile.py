@@ -65,12 +65,12 @@ for rows, tile in DEFAULT_TILES["w16a16"].items():
                      HAS_RESIDUAL=False, ARGMAX=rows == 16, EVEN_N=True, EVEN_K=True, AHEAD_K=512, EARLY=EARLY)
     build(f"default w16a16 {rows}", w16a16._w16a16_kernel, constants, out_ptr="*fp32", w_ptr="*bf16")
 for head_dim, window in ((128, False), (80, True)):
-    constants = dict(KV_HEADS=2, SHARED=4, HEAD_DIM=head_dim, BLOCK_D=128, BLOCK_Q=64, TILE=64, LEAST=128, MOST=24,
+    constants = dict(KV_HEADS=2, SHARED=4, HEAD_DIM=head_dim, BLOCK_D=128, BLOCK_Q=64, TILE=64, LEAST=128,
                      WINDOWED=window, STAGES=3, EARLY=EARLY)
     build(f"attention {head_dim}", tree_attention._attention_chunk_kernel, constants)
 build("combine", tree_attention._attention_combine_kernel,
       dict(HEADS=8, SHARED=4, HEAD_DIM=64, BLOCK_D=64, BLOCK_H=2, LEAST=128,
-      MOST=24, BLOCK_C=32, GROUP=128, STRIDE=16, EARLY=EARLY))
+      BLOCK_C=32, GROUP=128, STRIDE=16, EARLY=EARLY))
 build("norm", norm_rope._rms_norm_kernel,
       dict(HAS_RESIDUAL=True, GROUP=128, STRIDE=16, BLOCK=8192, EARLY=EARLY), warps=8)
 build("silu", norm_rope._silu_mul_kernel, dict(GROUP=64, STRIDE=16, EARLY=EARLY))
