@@ -106,6 +106,30 @@ def test_a_bug_is_one_line_and_with_debug_a_traceback(call, monkeypatch) -> None
     assert "Traceback" in call("cache", "ls").err
 
 
+class OutOfMemoryError(RuntimeError):
+    """As torch calls it on a GPU."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee the documentation"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:120] . DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+    ],
+)
+def test_memory_that_runs_out_in_the_middle_is_exit_7(call, monkeypatch, error) -> None:
+    def fail(folder):
+        raise error
+
+    monkeypatch.setattr(cache, "entries", fail)
+    done = call("cache", "ls")
+    assert (done.code, done.out) == (7, "")
+    assert done.err.startswith("error: the memory ran out")
+    assert "hint: a smaller --context" in done.err
+
+
 def test_ctrl_c_is_130(call, monkeypatch) -> None:
     def press(folder):
         raise KeyboardInterrupt

@@ -14,7 +14,7 @@ import typer
 
 from specq.cli.console import ClosedOutput, discard_output
 from specq.cli.options import NearMissGroup, nearest
-from specq.errors import SpecqError, UsageError
+from specq.errors import NotEnoughMemoryError, SpecqError, UsageError
 
 # verb: what the overview says of it; the module specq.cli.VERB holds the typer app that runs it
 VERBS = {
@@ -123,6 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_output()
         return 0
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug becomes one line, not a wall
+        if is_out_of_memory(error):
+            said = "".join(f": {line.rstrip('.')}" for line in str(error).splitlines()[:1])
+            hint = "a smaller --context, a smaller or 4-bit model, or end what else uses the device"
+            return _report(NotEnoughMemoryError(f"the memory ran out{said}", hint=hint))
         if _is_debugging():
             traceback.print_exc()
         else:
@@ -134,6 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> NoReturn:
     """Runs `specq` and leaves with its exit code."""
     sys.exit(main())
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch or Python could get no more memory, of a GPU or of the machine; told without importing torch."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    signs = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _report(error: SpecqError) -> int:

@@ -14,7 +14,7 @@ from specq.models.storages import storages
 from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve, Timing, Tree
 from specq.profile.timing import Samples, measure
 from specq.spec.drafters import PromptLookup
-from specq.spec.eagle_tree import EagleTree, TreeShape
+from specq.spec.eagle_tree import TreeShape
 from specq.spec.pipelines import HeadSeat, Parts, Seat
 from specq.spec.sampling import Sampler
 from specq.spec.tree import MAX_NODES, DraftTree, chain
@@ -207,7 +207,7 @@ def _drafting(
 ) -> Callable[[], object]:
     tokens = list(text[: context + 1])
     shape = TreeShape(tree.nodes, tree.depth, tree.top_k)
-    drafter = EagleTree(seat.drafting_in(tree.head_bits), seat.cache, verifier, shape)
+    drafter = seat.drafter(verifier, shape, bits=tree.head_bits)
 
     def job() -> object:
         _fill(verifier, context)
