@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specq.errors import OfflineError, UsageError
-from specq.recipe import DEMO_HEAD, DEMO_NAME, HUB_ID
+from specq.recipe import DEMO_HEAD, DEMO_INTERMEDIATE, DEMO_INTERMEDIATE_HEAD, DEMO_NAME, HUB_ID
 from specq.storage import Progress, is_offline
 
-SHIPPED = {DEMO_HEAD: Path(__file__).parent / "demo_heads" / "demo-head"}
+_DEMO_SET = Path(__file__).parent / "demo_set"
+SHIPPED = {
+    DEMO_HEAD: _DEMO_SET / "head",
+    DEMO_INTERMEDIATE: _DEMO_SET / "intermediate",
+    DEMO_INTERMEDIATE_HEAD: _DEMO_SET / "intermediate-head",
+}
 """Drafters of the demo model that come with specq itself."""
 
 

@@ -20,7 +20,11 @@ DEMO_NAME = "specq:demo"
 """The name of the built-in demo model, wherever a model is named."""
 
 DEMO_HEAD = "specq:demo-head"
-"""Its EAGLE head, which comes with specq."""
+DEMO_INTERMEDIATE = "specq:demo-intermediate"
+DEMO_INTERMEDIATE_HEAD = "specq:demo-intermediate-head"
+"""What drafts for it and comes with specq: its EAGLE head, an intermediate, and that one's head."""
+
+OWN_NAMES = (DEMO_NAME, DEMO_HEAD, DEMO_INTERMEDIATE, DEMO_INTERMEDIATE_HEAD)
 
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -211,7 +215,7 @@ def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:
         return load_recipe(model, overrides=overrides)
     if model in list_recipes() and not is_local_model(model):
         return load_recipe(model, overrides=overrides)
-    if is_local_model(model) or model in (DEMO_NAME, DEMO_HEAD) or HUB_ID.fullmatch(model):
+    if is_local_model(model) or model in OWN_NAMES or HUB_ID.fullmatch(model):
         return build_recipe({"target": model}, overrides=overrides, origin=model)
     near = difflib.get_close_matches(model, [*list_recipes(), *_folders_here()], n=1)
     others = f"did you mean `{near[0]}`?" if near else "give a folder or a recipe (specq recipe ls);"
@@ -225,7 +229,7 @@ def is_model_name(text: str) -> bool:
         return Path(text).expanduser().exists() and is_local_model(text)
     return (
         text.endswith((".yaml", ".yml"))
-        or text in (DEMO_NAME, DEMO_HEAD)
+        or text in OWN_NAMES
         or is_local_model(text)
         or text in list_recipes()
         or HUB_ID.fullmatch(text) is not None

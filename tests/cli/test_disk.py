@@ -93,7 +93,8 @@ def test_show_prints_a_recipe_that_means_the_same(call, tmp_path) -> None:
 
 
 def test_show_leaves_out_what_is_not_set_unless_all_is_wanted(call) -> None:
-    text = "{target: {model: specq:demo}, drafter: {model: specq:demo-head}, pipeline: {name: plain}, context: 64}"
+    text = """{target: {model: specq:demo}, drafter: {model: specq:demo-head}, pipeline: {name: plain}, context: 64,
+    intermediate: {model: specq:demo-intermediate, drafter: {model: specq:demo-intermediate-head}}}"""
     shown = yaml.safe_load(call("recipe", "show", "demo", "--set", "pipeline=plain", "--set", "context=64").out)
     assert {key: shown[key] for key in shown if key != "distill"} == yaml.safe_load(text)
     every = yaml.safe_load(call("recipe", "show", "demo", "--all").out)
