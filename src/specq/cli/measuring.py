@@ -215,5 +215,6 @@ class Job:
                 "rounding_error_logits": matcher.error,
                 "tolerance_logits": matcher.tolerance,
             },
+            "products": "torch" if self.pipeline.target.device_step is None else "kernels",
             "environment": self.pipeline.environment(),
         }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specq.environment import describe_environment
+from specq.quant.kernel_choice import asks_for_kernels
 from specq.recipe import Recipe
 from specq.storage import cache_dir
 
@@ -126,7 +127,10 @@ class Forecasts:
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """What the times of a profile depend on: the models by role, device, driver, versions and number format."""
+    """What the times of a profile depend on: the models by role, device, driver, versions, number format, products.
+
+    Products are `kernels`, which are ours, or `torch`.
+    """
 
     models: tuple[tuple[str, str], ...]
     environment: tuple[tuple[str, str | None], ...]
@@ -141,7 +145,9 @@ class ProfileKey:
         """The key of models with these digests (by role) on this device now."""
         found = describe_environment(device)
         environment = {name: found[name] for name in ("device", "driver", "torch", "triton", "specq")}
-        return cls(tuple(sorted(digests.items())), tuple(sorted((environment | {"dtype": dtype}).items())))
+        products = "kernels" if device.startswith("cuda") and asks_for_kernels() else "torch"
+        environment |= {"dtype": dtype, "products": products}
+        return cls(tuple(sorted(digests.items())), tuple(sorted(environment.items())))
 
     @property
     def path(self) -> Path:
