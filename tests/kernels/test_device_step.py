@@ -22,12 +22,10 @@ from step_cases import (
     run_forwards,
 )
 
-from specq.bench.step_times import weight_bytes
 from specq.checkpoint import ModelSpec
 from specq.errors import UsageError
-from specq.models.device_step import BUCKETS, DeviceStep, padded_count
+from specq.models.device_step import BUCKETS, padded_count
 from specq.models.loader import build_model
-from specq.models.random_weights import llama_config, random_model
 from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
 from specq.quant.linear import DenseLinear
 from specq.spec.tree import DraftTree, chain
@@ -171,16 +169,3 @@ def test_kernels_run_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SPECQ_KERNELS", "cuda")
     with pytest.raises(UsageError, match="SPECQ_KERNELS is `cuda`"):
         build_model(spec, source, dtype="float32")
-
-
-def test_random_models_of_the_step_benchmark_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECQ_KERNELS", "triton")
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = llama_config(**sizes, num_key_value_heads=1, vocab_size=VOCAB)
-    model = random_model(config, device="cpu", dtype="float16")
-    assert isinstance(model.device_step, DeviceStep)
-    logits = model(random_chain(1, seed=0), model.new_cache(8)).logits
-    assert 0.3 < float(logits.std()) < 3
-    # qkv, o, gate and up, down in 4 bits and padded to 128 by 256, with a scale a group; the head in 16
-    padded = 256 * 256 + 128 * 256 + 512 * 256 + 128 * 256
-    assert weight_bytes(model) == padded // 2 + padded // 128 * 2 + VOCAB * 128 * 2

@@ -84,8 +84,8 @@ class DeviceRound:
         self._kept = torch.zeros(1, dtype=torch.int32, device=device)
         self._result = torch.zeros(MAX_NODES + 1, dtype=torch.int32, device=device)
         self._download = Download(self._result)
-        self._logits: dict[int, Tensor] = {}
-        self._ran = 0
+        self._logits: dict[tuple[int, Sampler], Tensor] = {}
+        self._ran = 0, Sampler()
         self.user: Verifier | None = None
         self.sampler, self.draw = Sampler(), Draw.of(0, 1.0, device)
         self.seen = SeenIds(cache.max_len, device)
@@ -101,21 +101,12 @@ class DeviceRound:
     @torch.inference_mode()
     def __call__(self, length: int, pending: Sequence[int], tree: DraftTree) -> list[int]:
         """The tokens decided behind `length` committed ones; none where the first could not be decided."""
-        self._load(length, pending, tree)
-        count = padded_count(len(pending) + len(tree), room=self.cache.max_len - length)
-        if count in BUCKETS:
-            self.graphs.run((count, self.sampler.form), lambda: self._run(count))
-        else:
-            self._run(count)
-        self._ran = count
+        self.run(self.load(length, pending, tree))
         values = self._download.read()
         return values[1 : values[0] + 1]
 
-    def last_row(self, row: int) -> tuple[Tensor, Tensor]:
-        """(logits [1, vocab], position [1] of the token after it) of a node of the last round."""
-        return self._logits[self._ran][row : row + 1], self._positions[row : row + 1]
-
-    def _load(self, length: int, pending: Sequence[int], tree: DraftTree) -> None:
+    def load(self, length: int, pending: Sequence[int], tree: DraftTree) -> int:
+        """Send what the next round verifies; the nodes to run, padding included."""
         n, drafted = len(pending), len(tree)
         values = self._upload.write()
         values[:3] = length, n, drafted
@@ -129,6 +120,19 @@ class DeviceRound:
         if drafted > 0 and not is_here:
             self._draft[0, :drafted].copy_(tree.tokens)
             self._draft[1, :drafted].copy_(tree.parents)
+        return padded_count(n + drafted, room=self.cache.max_len - length)
+
+    def run(self, count: int) -> None:
+        """Do the round of what was loaded, of `count` nodes; nothing waits."""
+        self._ran = count, self.sampler.form
+        if count in BUCKETS:
+            self.graphs.run(self._ran, lambda: self._run(count))
+        else:
+            self._run(count)
+
+    def last_row(self, row: int) -> tuple[Tensor, Tensor]:
+        """(logits [1, vocab], position [1] of the token after it) of a node of the last round."""
+        return self._logits[self._ran][row : row + 1], self._positions[row : row + 1]
 
     def _run(self, count: int) -> None:
         """A round of `count` nodes, padding included."""
@@ -170,7 +174,7 @@ class DeviceRound:
         if is_plain:
             return gumbel_argmax(logits, positions, self.draw, vocab=sampler.vocab)
         if sampler.may_be_undecided(logits):
-            self._logits[count] = logits  # held, so that nothing else is written there
+            self._logits[self._ran] = logits  # held, so that nothing else is written there
         seen = None
         if sampler.needs_seen:
             ancestors = unpack_mask(self._step.mask[:count], count)
