@@ -49,7 +49,7 @@ W4_TILES = {  # by rows, the first of each for every split; registers 0 is the c
         (128, 8, 3, 128, 1, 128), (128, 4, 4, 0, 0, 128), (256, 16, 4, 0, 1, 128),
     ),
 }  # fmt: skip
-W4_ROLES_STAGES = {16: (6, 10), 32: (5, 8), 64: (4, 6)}  # of w4_hopper, whose tile is fixed
+W4_ROLES = {16: ((256, 10), (128, 8)), 32: ((256, 8), (128, 6)), 64: ((256, 6), (128, 4))}  # block_n, stages: w4_hopper
 FIRST_TILES = 3  # of each row count, to find the best splits; then every tile for these
 BEST_SPLITS = 4
 AHEAD_CHOICES = (0, 2, 4, 8, 16)  # steps of 256 k asked into the L2 before the kernel ahead has ended
@@ -103,8 +103,8 @@ def tile_configs(kernel: str, rows: int, *, has_roles: bool = False) -> list[con
     found: list[configs.Config] = [{"block_m": rows, **dict(zip(names, tile, strict=True))} for tile in tiles[rows]]
     if has_roles:
         found[1:1] = [
-            {"block_m": rows, "block_n": 256, "warps": 4, "stages": stages, "roles": 1}
-            for stages in reversed(W4_ROLES_STAGES[rows])
+            {"block_m": rows, "block_n": block_n, "warps": 4, "stages": stages, "roles": 1}
+            for block_n, stages in W4_ROLES[rows]
         ]
     return found
 

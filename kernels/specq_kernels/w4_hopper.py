@@ -1,9 +1,10 @@
-"""The 4-bit product on Hopper with warps of separate roles (sm_90): one loads, two groups of four multiply.
+"""The 4-bit product on Hopper with warps of separate roles (sm_90): one loads, one or two groups of four multiply.
 
 The same numbers as `_w4a16_kernel` bit for bit: same parts of K, same instruction, same form of the scales. A program
-takes tiles of 256 columns; the loader brings codes and x into shared memory, also those of the next tile while one
-ends, and each group of four warps unpacks and multiplies 128 columns: while the matrix unit works on one half of them
-the other half is unpacked. Groups of 128, one level.
+takes tiles of 256 columns (or of 128 with one multiplying group, two programs a multiprocessor); the loader brings
+codes and x into shared memory, also those of the next tile while one ends, and each group of four warps unpacks and
+multiplies 128 columns: while the matrix unit works on one half of them the other half is unpacked. Groups of 128, one
+level.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def launch(
     x_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     codes = weight.packed.view(padded_n // 16, padded_k * 2)
-    programs = min(tiles * split + tail_tiles * tail_split, num_multiprocessors(x.device.index))
+    multipliers = config["block_n"] // 128
+    slots = num_multiprocessors(x.device.index) * (1 if multipliers == 2 else 2)
+    programs = min(tiles * split + tail_tiles * tail_split, slots)
     _w4a16_hopper_kernel[(programs,)](
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 128], x_layout),
         TensorDescriptor(codes, list(codes.shape), [padded_k * 2, 1], [8, 256], w_layout),
@@ -51,7 +54,8 @@ def launch(
         partials, weight.counters, rows, out.shape[1], padded_n, padded_k, *units,
         BLOCK_M=block_m, STAGES=config["stages"], MOST=configs.split_bound(max(split, tail_split)),
         FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16, HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, num_warps=4, launch_pdl=True,
+        HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, MULTIPLIERS=multipliers, num_warps=4,
+        launch_pdl=True, maxnreg=168 if multipliers == 2 else 128,
     )  # fmt: skip
 
 
@@ -80,25 +84,25 @@ def _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
 
 
 @gluon.jit
-def _load_codes(w_desc, w_smem, full, stage, tile, group, BLOCK_M: gl.constexpr):
+def _load_codes(w_desc, w_smem, full, stage, tile, group, BLOCK_M: gl.constexpr, MULTIPLIERS: gl.constexpr):
     """Ask 128 k of codes into a stage, whose barrier then waits for them and x."""
-    mbarrier.expect(full.index(stage), 2 * 8192 + BLOCK_M * 256)
-    for half in gl.static_range(2):
-        at = [tile * 16 + half * 8, group * 256]
-        tma.async_copy_global_to_shared(w_desc, at, full.index(stage), w_smem.index(stage * 2 + half))
+    mbarrier.expect(full.index(stage), MULTIPLIERS * 8192 + BLOCK_M * 256)
+    for i in gl.static_range(MULTIPLIERS):
+        at = [(tile * MULTIPLIERS + i) * 8, group * 256]
+        tma.async_copy_global_to_shared(w_desc, at, full.index(stage), w_smem.index(stage * MULTIPLIERS + i))
 
 
 @gluon.jit
 def _load(
     x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MULTIPLIERS: gl.constexpr,
 ):  # fmt: skip
     """Codes of the first stages before the kernel ahead has ended, x after it; then both as stages become free."""
     units = tiles * split + tail_tiles * tail_split
     tile, _, _, first, last = _unit_range(gl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
     count = gl.minimum((last - first) * 2, STAGES)
     for i in range(count):
-        _load_codes(w_desc, w_smem, full, i, tile, first * 2 + i, BLOCK_M)
+        _load_codes(w_desc, w_smem, full, i, tile, first * 2 + i, BLOCK_M, MULTIPLIERS)
     _gdc_wait()
     for i in range(count):
         tma.async_copy_global_to_shared(x_desc, [0, first * 256 + i * 128], full.index(i), x_smem.index(i))
@@ -109,7 +113,7 @@ def _load(
         for i in range(begin, (last - first) * 2):
             stage = (done + i) % STAGES
             mbarrier.wait(empty.index(stage), ((done + i) // STAGES + 1) & 1)
-            _load_codes(w_desc, w_smem, full, stage, tile, first * 2 + i, BLOCK_M)
+            _load_codes(w_desc, w_smem, full, stage, tile, first * 2 + i, BLOCK_M, MULTIPLIERS)
             at = [0, first * 256 + i * 128]
             tma.async_copy_global_to_shared(x_desc, at, full.index(stage), x_smem.index(stage))
         done += (last - first) * 2
@@ -220,7 +224,7 @@ def _multiply(
     WG: gl.constexpr, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr,
     counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split, padded_k,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, dtype: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, MULTIPLIERS: gl.constexpr,
 ):  # fmt: skip
     """128 columns of each of a program's units; where K is split, the last to arrive adds the parts."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -230,10 +234,11 @@ def _multiply(
     done = 0  # groups of earlier units
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, part, parts, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
-        column = tile * 256 + WG * 128
+        place = tile * MULTIPLIERS + WG  # of these 128 columns
+        column = place * 128
         acc_a, acc_b = _sum_groups(
             WG, x_smem, w_smem, full, empty, meta_ptr + column + offs_row, sums_ptr + offs_m, padded_n, first, last,
-            done, BLOCK_M, STAGES, FORM, SCALE_FP16, dtype, MMA,
+            done, BLOCK_M, STAGES, FORM, SCALE_FP16, MULTIPLIERS, MMA,
         )  # fmt: skip
         done += (last - first) * 2
         is_last = True
@@ -242,14 +247,14 @@ def _multiply(
                 # partials [parts, padded_n / 128, BLOCK_M, 128]
                 at = offs_m.expand_dims(0) * 128 + offs_row.expand_dims(1)
                 mask = (offs_m < rows).expand_dims(0) & (offs_row >= 0).expand_dims(1)
-                tile_ptr = partial_ptr + (tile * 2 + WG) * (BLOCK_M * 128)
+                tile_ptr = partial_ptr + place * (BLOCK_M * 128)
                 gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at, acc_a, mask=mask)
                 gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at + 64, acc_b, mask=mask)
                 gl.thread_barrier()  # every thread's partials are written before the arrival is counted
-                arrived = gl.atomic_add(counter_ptr + tile * 2 + WG, 1, sem="acq_rel")
+                arrived = gl.atomic_add(counter_ptr + place, 1, sem="acq_rel")
                 is_last = arrived == parts - 1
                 if is_last:
-                    gl.store(counter_ptr + tile * 2 + WG, 0)
+                    gl.store(counter_ptr + place, 0)
                     acc_a = gl.zeros([64, BLOCK_M], gl.float32, MMA)
                     acc_b = gl.zeros([64, BLOCK_M], gl.float32, MMA)
                     for p in gl.static_range(MOST):
@@ -266,14 +271,15 @@ def _multiply(
 @gluon.jit
 def _sum_groups(
     WG: gl.constexpr, x_smem, w_smem, full, empty, meta, sums_ptrs, padded_n, first, last, done,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr, dtype: gl.constexpr,
-    MMA: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
+    MULTIPLIERS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """The sums [64, BLOCK_M] of both halves of 128 columns over a unit's part of K."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 128], [4, 0]], [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[1, 0], [2, 0]], [], [8, 256]
     )
+    dtype: gl.constexpr = x_smem.dtype
     MAGIC: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
     HIGH_ROWS: gl.constexpr = 1.0 if dtype == gl.bfloat16 else 16.0
     offs_row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
@@ -296,7 +302,7 @@ def _sum_groups(
             i = done + (step - first) * 2 + j
             stage = i % STAGES
             mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            q = w_smem.index(stage * 2 + WG).load(WORDS)
+            q = w_smem.index(stage * MULTIPLIERS + WG).load(WORDS)
             q_a, q_b = gl.split(q.reshape([2, 4, 256]).permute([1, 2, 0]))
             x = x_smem.index(stage).permute([1, 0])
             w_a = _codes(q_a, dtype, OPERAND)
@@ -317,31 +323,44 @@ def _w4a16_hopper_kernel(
     x_desc, w_desc, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
     rows, n_out, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, MULTIPLIERS: gl.constexpr,
 ):  # fmt: skip
-    """Units, tiles [256, BLOCK_M] of W x.T over one part of K, one after another in each program, as many as there are
-    multiprocessors; arguments and units as in `_w4a16_kernel`."""
+    """Units, tiles [128 * MULTIPLIERS, BLOCK_M] of W x.T over one part of K, one after another in each program; as many
+    programs as run at once. Arguments and units as in `_w4a16_kernel`."""
     dtype: gl.constexpr = x_desc.dtype
     _gdc_launch_dependents()
-    w_smem = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 8, 256], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.int32, [MULTIPLIERS * STAGES, 8, 256], w_desc.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=MULTIPLIERS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
-                         partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                         padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, dtype)),
-            (_multiply, (1, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
-                         partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                         padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, dtype)),
-            (_load, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
-                     BLOCK_M, STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if MULTIPLIERS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
+                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
+                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2)),
+                (_multiply, (1, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
+                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
+                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2)),
+                (_load, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
+                         BLOCK_M, STAGES, 2)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
+                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
+                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 1)),
+                (_load, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
+                         BLOCK_M, STAGES, 1)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip

@@ -100,9 +100,9 @@ if ARCH == 90:
     from specq_kernels import w4_hopper
 
     layouts = [gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (16, 32)]
-    for rows, form, silu in ((16, 2, True), (64, 0, False)):
+    for rows, form, silu, multipliers in ((16, 2, True, 1), (64, 0, False, 2)):
         constants = dict(BLOCK_M=rows, STAGES=4, MOST=4, FORM=form, SCALE_FP16=True, HAS_BIAS=True, HAS_RESIDUAL=True,
-                         SILU=silu)
+                         SILU=silu, MULTIPLIERS=multipliers)
         build(f"roles {rows}", w4_hopper._w4a16_hopper_kernel, constants,
               x_desc=f"tensordesc<bf16[{rows},128],{layouts[0]!r}>", w_desc=f"tensordesc<i32[8,256],{layouts[1]!r}>")
 print(json.dumps(report))
