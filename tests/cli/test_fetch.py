@@ -64,6 +64,7 @@ def test_head_is_fetched_checked_and_explained(fetch: Callable, hub: StubHub) ->
     assert (folder.name, (folder / "model.safetensors").is_file()) == (COMMIT, True)
     assert f"specq chat {TARGET} --drafter {HEAD} --pipeline eagle2" in done.err
     assert f"revision: {COMMIT}" in done.err
+    assert f"pins no commit of {HEAD}: fetched was `main`, today {COMMIT}" in done.err
     hub.status = 503
     assert fetch(TARGET, "--offline").out == done.out
 
@@ -73,6 +74,7 @@ def test_intermediate_comes_with_a_recipe_that_is_right(fetch: Callable) -> None
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert (found["model"], found["revision"], found["fits"]) == (SMALLER, COMMIT, True)
+    assert (found["target_revision"], found["is_pinned"]) == (COMMIT, False)
     assert {test["status"] for test in found["tests"]} <= {"pass", "warn"}
     recipe = build_recipe(found["recipe"])
     assert recipe.intermediate is not None

@@ -176,7 +176,8 @@ def _take(
     words = ["specq", "chat", *([model] if model else []), flag, drafter.model, "--pipeline", PIPELINES[drafter.kind]]
     command = shlex.join(words)
     if as_json:
-        told = asdict(drafter) | {"target": ref.model, "revision": found.revision, "folder": str(found.path)}
+        told = asdict(drafter) | {"target": ref.model, "target_revision": target.revision}
+        told |= {"revision": found.revision, "is_pinned": drafter.revision is not None, "folder": str(found.path)}
         tests = [asdict(result) for result in results]
         console.document({**told, "fits": not failed, "tests": tests, "recipe": recipe, "command": command})
     if failed:
@@ -184,6 +185,8 @@ def _take(
             f"`{drafter.model}` does not fit `{ref.model}`: {failed[0].name}: {failed[0].detail}",
             hint=f"specq check {ref.model} {drafter.model} shows every test",
         )
+    if drafter.revision is None and found.revision is not None:
+        console.note(f"the registry pins no commit of {drafter.model}: fetched was `main`, today {found.revision}")
     _say_how(results, recipe, command, console)
     if not as_json:
         console.line(str(found.path))
