@@ -20,6 +20,8 @@ from specq.spec.speculator import Round, Speculator, StopRule, generate
 from specq.spec.tree import DraftTree
 from specq.spec.warm_up import warm_up
 
+FEWEST_ROUNDS = 8
+
 T_FACTORS = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Student's t for 95 %, by degrees of freedom from 1."""
 
@@ -55,8 +57,11 @@ class Run:
         return max(0.0, self.seconds * 1e3 - sum(r.draft_ms + r.verify_ms for r in self.rounds))
 
 
-def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int]) -> Run:
-    """The answer of a pipeline to a prompt, from empty caches."""
+def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int], *, seconds: float = math.inf) -> Run:
+    """The answer of a pipeline to a prompt, from empty caches.
+
+    It ends after so many `seconds`, but not before FEWEST_ROUNDS decode rounds.
+    """
     setting.parts.rollback(0)
     context = list(prompt)
     # No cap in the rule: it would cut the last drafts short, which says nothing of what a drafter can do.
@@ -66,7 +71,10 @@ def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int]) 
         for count, _ in enumerate(tokens, 1):
             last = perf_counter()
             first = last if count == 1 else first
-            if count >= setting.max_new_tokens and count == sum(r.decided for r in speculator.rounds):
+            is_enough = count >= setting.max_new_tokens or (
+                last - first > seconds and len(speculator.rounds) > FEWEST_ROUNDS
+            )
+            if is_enough and count == sum(r.decided for r in speculator.rounds):
                 break
     rounds = [r for r in speculator.rounds if not r.is_prefill]
     return Run(rounds, len(context) - len(prompt) - 1, last - first)
@@ -120,11 +128,12 @@ def observe(
     seconds: float,
     on_run: Callable[[str], None] = lambda what: None,
 ) -> None:
-    """Fill `found`: every task on every prompt in turn until the time is over, each at least once.
+    """Fill `found`: every task on every prompt in turn until the time is over, each at least once for a few rounds.
 
     A task is a candidate to run and what its rounds tell: `plain`, `lookup`, `sequence`, `eagle2` or `inner`.
     """
     began = perf_counter()
+    share = seconds / max(len(tasks), 1)
     for number, prompt in enumerate(prompts):
         for candidate, kind in tasks:
             if number > 0 and perf_counter() - began > seconds:
@@ -132,12 +141,14 @@ def observe(
             if number > 1 and kind == "plain":  # only its loop is wanted, and it runs again in the end
                 continue
             on_run(f"acceptance: {candidate.pipeline} on prompt {number + 1} of {len(prompts)}")
-            _run_task(setting, candidate, kind, prompt, found)
+            _run_task(setting, candidate, kind, prompt, found, seconds=share)
             found.contexts.append(len(prompt) + setting.max_new_tokens // 2)
             found.prompts.add(number)
 
 
-def _run_task(setting: Setting, candidate: Candidate, kind: str, prompt: Sequence[int], found: Observation) -> None:
+def _run_task(
+    setting: Setting, candidate: Candidate, kind: str, prompt: Sequence[int], found: Observation, *, seconds: float
+) -> None:
     speculator = setting.speculator(candidate)
     if kind in ("eagle2", "inner"):
         trees = found.eagle2 if kind == "eagle2" else found.inner
@@ -145,7 +156,7 @@ def _run_task(setting: Setting, candidate: Candidate, kind: str, prompt: Sequenc
         sizes = dict(candidate.settings)
         rounds = trees.setdefault((sizes["drafter.top_k"], sizes["drafter.head_bits"]), [])
         watched.observer = lambda tree, decided: rounds.append(_tree_round(tree, decided))
-    run = run_prompt(setting, speculator, prompt)
+    run = run_prompt(setting, speculator, prompt, seconds=seconds)
     if kind in ("plain", "lookup", "sequence"):
         getattr(found, kind).append(run)
 

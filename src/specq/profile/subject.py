@@ -39,6 +39,7 @@ class Request:
     dtype: str = "auto"
     threads: int | None = None
     offline: bool | None = None
+    use_graphs: bool = True
     seconds: float | None = None
     by_hand: Mapping[str, Rates] = field(default_factory=dict)
     compare_fp16: bool = False
@@ -100,6 +101,7 @@ def load_subject(request: Request, say: Callable[[str], None]) -> Subject:
         dtype=request.dtype,
         threads=request.threads,
         offline=request.offline,
+        use_graphs=request.use_graphs,
         also=DRAFTING_ROLES,
         on_progress=say,
     )
