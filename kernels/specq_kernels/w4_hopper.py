@@ -244,12 +244,11 @@ def _multiply(
         is_last = True
         if MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
             if parts > 1:
-                # partials [parts, padded_n / 128, BLOCK_M, 128]
-                at = offs_m.expand_dims(0) * 128 + offs_row.expand_dims(1)
-                mask = (offs_m < rows).expand_dims(0) & (offs_row >= 0).expand_dims(1)
+                # partials [parts, padded_n, BLOCK_M]
+                at = offs_row.expand_dims(1) * BLOCK_M + offs_m.expand_dims(0)
                 tile_ptr = partial_ptr + place * (BLOCK_M * 128)
-                gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at, acc_a, mask=mask)
-                gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at + 64, acc_b, mask=mask)
+                gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at, acc_a)
+                gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at + 64 * BLOCK_M, acc_b)
                 gl.thread_barrier()  # every thread's partials are written before the arrival is counted
                 arrived = gl.atomic_add(counter_ptr + place, 1, sem="acq_rel")
                 is_last = arrived == parts - 1
@@ -258,8 +257,9 @@ def _multiply(
                     acc_a = gl.zeros([64, BLOCK_M], gl.float32, MMA)
                     acc_b = gl.zeros([64, BLOCK_M], gl.float32, MMA)
                     for p in gl.static_range(MOST):
-                        acc_a += gl.load(tile_ptr + at, mask=mask & (p < parts), other=0.0)
-                        acc_b += gl.load(tile_ptr + at + 64, mask=mask & (p < parts), other=0.0)
+                        is_part = (offs_row >= 0).expand_dims(1) & (p < parts)
+                        acc_a += gl.load(tile_ptr + at, mask=is_part, other=0.0)
+                        acc_b += gl.load(tile_ptr + at + 64 * BLOCK_M, mask=is_part, other=0.0)
                         tile_ptr += BLOCK_M * padded_n
         if is_last:
             _finish(acc_a, out_ptr, bias_ptr, residual_ptr, column, rows, n_out,
