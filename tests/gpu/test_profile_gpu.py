@@ -1,13 +1,17 @@
-"""`specq profile` on a GPU: every part measured, device state read, the time split by kernels."""
+"""`specq profile` and `bench` on a GPU: every part measured, the time split, the device read, graphs before the clock."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from factories import tiny_config, write_model
+from unit.models.test_eagle_loader import tiny_tensors, write_head
 
+from specq.cli.app import main
+from specq.profile.acceptance import parse_by_hand
 from specq.profile.result import save
 from specq.profile.run import profile
 from specq.profile.subject import Request
@@ -39,3 +43,37 @@ def test_auto_finds_what_was_stored_on_this_gpu(tmp_path: Path, monkeypatch: pyt
     recipe = Recipe.model_validate({"target": str(folder)})
     save(profile(Request(recipe, ["hello there", "and another one"], device="cuda", seconds=5.0)))
     assert load_pipeline(recipe, device="cuda").decision is not None
+
+
+def test_a_study_on_the_gpu_plans_draft_heads_of_every_precision(tmp_path: Path) -> None:
+    shape = tmp_path / "shape.json"
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 4096}
+    shape.write_text(json.dumps(tiny_config(**sizes, max_position_embeddings=2048)))
+    recipe = Recipe.model_validate({"target": str(shape), "intermediate": str(shape), "drafter": {"depth": 2}})
+    given = parse_by_hand(["sequence=0.8", "eagle2=0.8", "inner=0.8", "lookup=0.1"])
+    found = profile(Request(recipe, [], device="cuda", seconds=5.0, by_hand=given, is_random=True, compare_fp16=True))
+    assert found.plan is not None
+    assert found.plan.refused == ()
+    assert {dict(p.candidate.settings).get("drafter.head_bits") for p in found.plan.ranking} >= {16, 4}
+    assert {"target", "intermediate", "target_unquantized"} == set(found.costs.steps)
+
+
+def test_a_benchmark_on_the_gpu_splits_time_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECQ_CACHE", str(tmp_path / "cache"))
+    folder = str(write_model(tmp_path / "model", tiny_config(torch_dtype="bfloat16")))
+    small = str(write_model(tmp_path / "small", tiny_config(torch_dtype="bfloat16", num_hidden_layers=1)))
+    head = str(write_head(tmp_path / "head", tiny_tensors()))
+    command = ["bench", folder, "--device", "cuda", "--intermediate", small, "--drafter", head, "--json", "--quiet"]
+    assert main([*command, "--pipeline", "lookup,sequence,eagle2", "--limit", "2", "--max-new-tokens", "24"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rows = {row["row"]: row for row in document["rows"]}
+    assert set(rows) == {"plain", "lookup", "sequence", "eagle2"}
+    assert all(row["match"]["bug"] == 0 for row in rows.values())
+    assert rows["eagle2"]["draft_ms"] > 0
+    assert rows["sequence"]["peak_memory_bytes"] > rows["plain"]["peak_memory_bytes"] > 0
+    assert all(state["clock_mhz"] > 0 for state in document["machine"])
+    # a graph captured inside the clock would take a hundred times what a round does
+    slowest = max(s["ttft_s"] for s in document["samples"])
+    assert slowest < min(document["warmup_s"]["eagle2"])
