@@ -1,4 +1,4 @@
-"""`specq profile` and `bench` on a GPU: every part measured, the time split, the device read, graphs before the clock."""
+"""`specq profile` and `bench` on a GPU: every part measured, the time split, device state, graphs before the clock."""
 
 from __future__ import annotations
 
