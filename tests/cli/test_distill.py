@@ -88,7 +88,27 @@ def test_an_intermediate_may_leave_its_embedding_to_the_target(call, target, tmp
     alone = call("run", folder, "hello", *ANSWER)
     assert alone.code == 2
     assert alone.err.startswith("error: `small` is no model of its own: it was saved without embedding and output head")
-    assert f"hint: run it beside that model: specq chat {target} --pipeline sequence --intermediate small" in alone.err
+    assert "hint: run it beside that model: specq chat target --pipeline sequence --intermediate small" in alone.err
+
+
+def test_an_intermediate_without_embedding_gets_a_head_where_its_target_is_found(
+    call, target, tmp_path, monkeypatch
+) -> None:
+    small = ("--kind", "intermediate", "--layers", "2", "--share-embeddings", "-o", tmp_path / "small")
+    assert call("distill", target, *small, "--steps", "1", *SMALL).code == 0
+    head = ("distill", tmp_path / "small", "--kind", "eagle", "-o", tmp_path / "head", "--steps", "1", *SMALL)
+    monkeypatch.chdir(tmp_path)
+    lost = call(*head)
+    assert lost.code == 2
+    assert "`target` is neither a folder" in lost.err
+    monkeypatch.chdir(Path(target).parent)
+    assert call(*head).code == 0
+    inner = ("--intermediate", tmp_path / "small", "--set", f"intermediate.drafter={tmp_path / 'head'}")
+    answer = call("run", target, "hello", "--pipeline", "hierarchical", *inner, *ANSWER)
+    plain = call("run", target, "hello", "--pipeline", "plain", *ANSWER)
+    assert json.loads(answer.out)["token_ids"] == json.loads(plain.out)["token_ids"]
+    again = call("distill", tmp_path / "small", "--kind", "intermediate", "--layers", "1", "-o", tmp_path / "x", *SMALL)
+    assert (again.code, "is no model of its own" in again.err) == (2, True)
 
 
 def test_a_head_in_4_bits_is_measured_as_it_will_draft(call, target, tmp_path) -> None:

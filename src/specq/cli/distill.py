@@ -105,6 +105,7 @@ def distill(
         recipe = resolve(model, overrides=[*(set or []), *assignments(flags)])
 
         from specq.hub import resolve_model
+        from specq.models.shared import read_shared
         from specq.spec.load import choose_device
         from specq.train.distill import Job, distill
 
@@ -113,7 +114,7 @@ def distill(
             target = resolve_model(
                 recipe.target.model, revision=recipe.target.revision, offline=offline or None, progress=progress
             )
-            begin = recipe.distill.start
+            begin, shared = recipe.distill.start, read_shared(target.path)
             job = Job(
                 kind.value,
                 recipe,
@@ -122,6 +123,7 @@ def distill(
                 choose_device(device),
                 dtype=dtype.value,
                 start=resolve_model(begin, offline=offline or None, progress=progress).path if begin else None,
+                lender=resolve_model(shared.lender, offline=offline or None, progress=progress) if shared else None,
                 overwrite=overwrite,
             )
             manifest = distill(job, say=progress)

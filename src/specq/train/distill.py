@@ -22,8 +22,8 @@ from specq.models.eagle_writer import BITS_KEY, HEAD_BITS_KEY, HEAD_MANIFEST, wr
 from specq.models.loader import check_memory, load_model, model_spec
 from specq.models.shared import KEY as SHARED_KEY
 from specq.models.shared import MANIFEST as INTERMEDIATE_MANIFEST
-from specq.models.shared import describe_lender
-from specq.recipe import DistillSection, Recipe
+from specq.models.shared import describe_lender, read_shared, require_lender, without_lender
+from specq.recipe import OWN_NAMES, DistillSection, Recipe
 from specq.storage import cache_dir, require_space
 from specq.tensors import gguf_config, open_weights
 from specq.tokenizer import Tokenizer
@@ -69,7 +69,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, from what, and where it goes; `start` is the folder of the head to begin with."""
+    """What to train, from what, and where it goes; `start` is the folder of the head to begin with.
+
+    `lender` is the model whose embedding the target uses, where that was saved without one.
+    """
 
     kind: str  # "eagle" or "intermediate"
     recipe: Recipe
@@ -78,6 +81,7 @@ class Job:
     device: str
     dtype: str = "auto"
     start: Path | None = None
+    lender: Snapshot | None = None
     overwrite: bool = False
 
     @property
@@ -101,6 +105,12 @@ class _Run:
         """The target's Hub id, or what the recipe calls it."""
         return self.job.target.repo_id or self.job.recipe.target.model
 
+    @property
+    def public_name(self) -> str:
+        """The same without the path of a folder."""
+        name = self.target_name
+        return name if self.job.target.repo_id or name in OWN_NAMES else self.job.target.path.name
+
 
 def distill(job: Job, *, say: Say) -> dict[str, Any]:
     """The manifest of the finished folder `job.output`.
@@ -112,8 +122,9 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     check_output(job.output, overwrite=job.overwrite)
     spec = model_spec(job.target.path)
     _check_settings(job.kind, settings, spec)
+    _check_lender(job)
     training, held_out = choose_prompts(settings)
-    tokenizer = Tokenizer.load(job.target.path)
+    tokenizer = Tokenizer.load(job.lender.path if job.lender else job.target.path)
     longest = settings.length - 1
     prompts, held_out_ids = (encode_prompts(tokenizer, each, longest=longest) for each in (training, held_out))
     digest = target_digest(job.target.path)
@@ -121,12 +132,29 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     workspace = Workspace(job.output)
     with open_workspace(workspace, _fingerprint(job, digest), verb="distill", overwrite=job.overwrite):
         say(f"loading {job.target.repo_id or job.target.path.name}")
-        model = load_model(job.target.path, device=job.device, dtype=job.dtype)
+        model = _load_target(job)
         sequences = _answers(job, model, tokenizer, prompts, digest, say)
         run = _Run(job, model, tokenizer, sequences, held_out_ids, digest)
         manifest = _distill_head(run, workspace, say) if job.kind == "eagle" else _distill_model(run, workspace, say)
         workspace.publish()
     return manifest
+
+
+def _check_lender(job: Job) -> None:
+    """Raise unless a target that was saved without its embedding has a lender, and is to get a head."""
+    shared, lender = read_shared(job.target.path), job.lender
+    if shared is None:
+        return
+    if lender is None or job.kind != "eagle":
+        raise without_lender(job.target.path, shared)
+    require_lender(shared, open_weights(lender.path, model_spec(lender.path)), name=shared.lender)
+
+
+def _load_target(job: Job) -> CausalLM:
+    place: dict[str, Any] = {"device": job.device, "dtype": job.dtype}
+    # Of the lender only embedding and head outlive this.
+    lender = None if job.lender is None else load_model(job.lender.path, **place)
+    return load_model(job.target.path, lender=lender, **place)
 
 
 def _check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> None:
@@ -256,7 +284,7 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     if settings.share_embeddings:
         weights = open_weights(path, model.spec)
-        lent = describe_lender(run.target_name, model.spec, weights, is_tied=model.spec.tie_embeddings)
+        lent = describe_lender(run.public_name, model.spec, weights, is_tied=model.spec.tie_embeddings)
         shared = {SHARED_KEY: lent.record()}
         task.save_weights(folder, without=lent.tensors)
         card.write_json(folder / INTERMEDIATE_MANIFEST, shared)
