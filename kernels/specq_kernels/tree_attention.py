@@ -72,7 +72,7 @@ def tree_attention(
             sums[:, :nodes] = out.float().unflatten(1, (-1, group)).sum(-1).T
         return out
     rows = nodes * (heads // kv_heads)
-    config = {**attention_config(rows, heads, head_dim, group), **(config or {})}
+    config = {**attention_config(head_dim, group), **(config or {})}
     most = config["chunks"]
     chunks = min(most, triton.cdiv(max_len, LEAST_CHUNK))
     partial = q.new_empty(chunks, kv_heads, rows, head_dim, dtype=torch.float32)
@@ -85,14 +85,14 @@ def tree_attention(
         q, k, v, mask, depths if depths is not None else mask, length, partial, top_total, top_total[1],
         nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0, most, config["ahead"],
         KV_HEADS=kv_heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q,
-        TILE=config["tile"], LEAST=LEAST_CHUNK, WINDOWED=window is not None, STAGES=config["stages"], EARLY=early,
+        TILE=TILE, LEAST=LEAST_CHUNK, WINDOWED=window is not None, STAGES=config["stages"], EARLY=early,
         **options,
     )  # fmt: skip
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
     _attention_combine_kernel[(nodes, heads // block_h)](
         partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes, earlier + nodes, most,
         HEADS=heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_H=block_h,
-        LEAST=LEAST_CHUNK, BLOCK_C=min(32, triton.next_power_of_2(most)),
+        LEAST=LEAST_CHUNK, BLOCK_C=min(16, triton.next_power_of_2(most)),
         GROUP=group if sums is not None else 0, STRIDE=row_bucket(nodes), EARLY=early, **options,
     )  # fmt: skip
     return out
@@ -137,19 +137,17 @@ def pack_mask(ancestors: Tensor) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def attention_config(rows: int, heads: int, head_dim: int, group: int) -> Config:
+def attention_config(head_dim: int, group: int) -> Config:
     """Tile sizes, and `ahead`: bytes of keys and of values asked into the L2 before the kernel ahead has ended.
 
     Only `block_q` and `stages` may follow the number of rows: the rest enters a row's bits.
     """
-    combine_heads = next(count for count in (2, 1) if heads % count == 0)
     return {
         "chunks": CHUNKS,
-        "tile": TILE,
-        "block_q": 64 if rows <= 64 else 128,
+        "block_q": 64,
         "stages": 3,
         "ahead": 2 * TILE * head_dim * 2,
-        "combine_heads": max(combine_heads, group // head_dim),
+        "combine_heads": max(1, group // head_dim),
     }
 
 

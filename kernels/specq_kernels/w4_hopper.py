@@ -84,8 +84,25 @@ def _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
 
 
 @gluon.jit
-def _load_codes(w_desc, w_smem, full, stage, tile, group, BLOCK_M: gl.constexpr, MULTIPLIERS: gl.constexpr):
-    """Ask 128 k of codes into a stage, whose barrier then waits for them and x."""
+def _load_codes(
+    w_desc, meta_ptr, w_smem, full, stage, tile, group, padded_n,
+    BLOCK_M: gl.constexpr, FORM: gl.constexpr, MULTIPLIERS: gl.constexpr,
+):  # fmt: skip
+    """Ask 128 k of codes into a stage, whose barrier then waits for them and x, and their scales into the L2."""
+    words: gl.constexpr = 1 if FORM == 0 else 2  # of a step of 256 k
+    scales = meta_ptr + (group * words // 2) * padded_n + tile * (MULTIPLIERS * 128)
+    num_bytes = gl.where((FORM == 0) & (group % 2 == 1), 0, MULTIPLIERS * 512)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .u32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 p, lane, 0;
+        setp.ne.and.u32 p, $2, 0, p;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [scales, num_bytes], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
     mbarrier.expect(full.index(stage), MULTIPLIERS * 8192 + BLOCK_M * 256)
     for i in gl.static_range(MULTIPLIERS):
         at = [(tile * MULTIPLIERS + i) * 8, group * 256]
@@ -94,30 +111,30 @@ def _load_codes(w_desc, w_smem, full, stage, tile, group, BLOCK_M: gl.constexpr,
 
 @gluon.jit
 def _load(
-    x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MULTIPLIERS: gl.constexpr,
+    x_desc, w_desc, meta_ptr, x_smem, w_smem, full, empty, padded_n, tiles, tail_tiles, split, tail_split, padded_k,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, MULTIPLIERS: gl.constexpr,
 ):  # fmt: skip
     """Codes of the first stages before the kernel ahead has ended, x after it; then both as stages become free."""
     units = tiles * split + tail_tiles * tail_split
     tile, _, _, first, last = _unit_range(gl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
     count = gl.minimum((last - first) * 2, STAGES)
     for i in range(count):
-        _load_codes(w_desc, w_smem, full, i, tile, first * 2 + i, BLOCK_M, MULTIPLIERS)
+        _load_codes(w_desc, meta_ptr, w_smem, full, i, tile, first * 2 + i, padded_n, BLOCK_M, FORM, MULTIPLIERS)
     _gdc_wait()
     for i in range(count):
         tma.async_copy_global_to_shared(x_desc, [0, first * 256 + i * 128], full.index(i), x_smem.index(i))
     done = 0  # groups of earlier units
-    begin = count
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, _, _, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
+        begin = gl.where(unit == gl.program_id(0), count, 0)
         for i in range(begin, (last - first) * 2):
             stage = (done + i) % STAGES
             mbarrier.wait(empty.index(stage), ((done + i) // STAGES + 1) & 1)
-            _load_codes(w_desc, w_smem, full, stage, tile, first * 2 + i, BLOCK_M, MULTIPLIERS)
+            group = first * 2 + i
+            _load_codes(w_desc, meta_ptr, w_smem, full, stage, tile, group, padded_n, BLOCK_M, FORM, MULTIPLIERS)
             at = [0, first * 256 + i * 128]
             tma.async_copy_global_to_shared(x_desc, at, full.index(stage), x_smem.index(stage))
         done += (last - first) * 2
-        begin = 0
 
 
 @gluon.jit
@@ -301,6 +318,7 @@ def _sum_groups(
         for j in gl.static_range(2):
             i = done + (step - first) * 2 + j
             stage = i % STAGES
+            sums = gl.load(sums_ptrs + (step * 2 + j) * BLOCK_M)
             mbarrier.wait(full.index(stage), (i // STAGES) & 1)
             q = w_smem.index(stage * MULTIPLIERS + WG).load(WORDS)
             q_a, q_b = gl.split(q.reshape([2, 4, 256]).permute([1, 2, 0]))
@@ -309,7 +327,6 @@ def _sum_groups(
             d_a = warpgroup_mma(w_a, x, zero, use_acc=False, is_async=True)
             w_b = _codes(q_b, dtype, OPERAND)
             d_b = warpgroup_mma(w_b, x, zero, use_acc=False, is_async=True)
-            sums = gl.load(sums_ptrs + (step * 2 + j) * BLOCK_M)
             d_a = warpgroup_mma_wait(1, deps=[d_a])
             acc_a = _add(acc_a, d_a, words_a[j], factor, inverse, sums, MAGIC, FORM, SCALE_FP16)
             d_b, acc_a = warpgroup_mma_wait(0, deps=[d_b, acc_a])  # acc_a is added while the second half multiplies
@@ -346,8 +363,8 @@ def _w4a16_hopper_kernel(
                 (_multiply, (1, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
                              partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
                              padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2)),
-                (_load, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
-                         BLOCK_M, STAGES, 2)),
+                (_load, (x_desc, w_desc, meta_ptr, x_smem, w_smem, full, empty, padded_n, tiles, tail_tiles, split,
+                         tail_split, padded_k, BLOCK_M, STAGES, FORM, 2)),
             ],
             [4, 1],
             [240, 24],
@@ -358,8 +375,8 @@ def _w4a16_hopper_kernel(
                 (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
                              partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
                              padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 1)),
-                (_load, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles, tail_tiles, split, tail_split, padded_k,
-                         BLOCK_M, STAGES, 1)),
+                (_load, (x_desc, w_desc, meta_ptr, x_smem, w_smem, full, empty, padded_n, tiles, tail_tiles, split,
+                         tail_split, padded_k, BLOCK_M, STAGES, FORM, 1)),
             ],
             [1],
             [24],

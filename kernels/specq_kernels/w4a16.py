@@ -28,7 +28,7 @@ from specq_kernels.w4_device import (
 )
 from specq_kernels.w4_layout import FORMS, W4Weight
 
-AHEAD_STEPS = 4  # steps of 256 k that each program of the following product finds in the L2
+AHEAD_STEPS = 4  # steps of 256 k asked into the L2 before the kernel ahead has ended
 
 
 def w4a16(
@@ -38,19 +38,17 @@ def w4a16(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     sums: Tensor | None = None,
-    following: W4Weight | None = None,
     out_dtype: torch.dtype | None = None,
     config: configs.Config | None = None,
 ) -> Tensor:
     """x @ W.T + bias + residual, [rows, N], in `out_dtype` (x's dtype when None; float32 for logits), rounded once.
 
     x fp16 or bf16 [rows, K]; bias [N] and residual [rows, N] in x's dtype; `sums` is `group_sums(x, group)` where the
-    producer of x has them already; `following` is the weight of the product after this one, whose first bytes are
-    asked into the L2 while this one ends (sm_90). `config` is for tuning. Raises ValueError naming the argument.
+    producer of x has them already. `config` is for tuning. Raises ValueError naming the argument.
     """
     if weight.is_gate_up:
         raise ValueError("weight: gate and up are interleaved, use w4a16_silu")
-    return _product(x, weight, bias, residual, sums, following, out_dtype, config)
+    return _product(x, weight, bias, residual, sums, out_dtype, config)
 
 
 def w4a16_silu(
@@ -58,13 +56,12 @@ def w4a16_silu(
     weight: W4Weight,
     *,
     sums: Tensor | None = None,
-    following: W4Weight | None = None,
     config: configs.Config | None = None,
 ) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), [rows, N/2], of a weight packed with is_gate_up; arguments as in `w4a16`."""
     if not weight.is_gate_up:
         raise ValueError("weight: not packed with is_gate_up")
-    return _product(x, weight, None, None, sums, following, None, config)
+    return _product(x, weight, None, None, sums, None, config)
 
 
 def w4a16_ref(
@@ -92,7 +89,6 @@ def _product(
     bias: Tensor | None,
     residual: Tensor | None,
     sums: Tensor | None,
-    following: W4Weight | None,
     out_dtype: torch.dtype | None,
     config: configs.Config | None,
 ) -> Tensor:
@@ -113,7 +109,7 @@ def _product(
         sums = group_sums(x, weight.group_size)
     check_tensor("sums", sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
     out = torch.empty(rows, n_out, dtype=out_dtype or x.dtype, device=x.device)
-    _launch(x, weight, sums, bias, residual, out, following, config or _config(x, weight))
+    _launch(x, weight, sums, bias, residual, out, config or _config(x, weight))
     return out
 
 
@@ -136,7 +132,6 @@ def _launch(
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
-    following: W4Weight | None,
     config: configs.Config,
 ) -> None:
     (rows, k), (padded_n, padded_k) = x.shape, weight.padded
@@ -149,20 +144,16 @@ def _launch(
         w4_hopper.launch(x, weight, sums, bias, residual, out, partials, units, config)
         return
     early = has_dependent_launch(x)
-    has_ahead = early and following is not None
-    ahead = following if has_ahead and following is not None else weight
-    ahead_config = _config(x, ahead) if has_ahead else config
     _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
         x, weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, partials, weight.counters,
         rows, out.shape[1], k, padded_n, padded_k, *units, config.get("ahead", AHEAD_STEPS),
-        ahead.packed, ahead.padded[1], *_units(ahead, ahead_config),
         GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
         BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
         STEP=config.get("step", 256), STAGES=config["stages"], HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, EVEN_K=k == padded_k,
         EVEN_M=rows == config["block_m"], PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early,
-        DIRECT=bool(config.get("direct", 0)), AHEAD=AHEAD_STEPS if has_ahead else 0, AHEAD_N=ahead_config["block_n"],
+        DIRECT=bool(config.get("direct", 0)),
         **configs.launch_options(config, early=early),
     )  # fmt: skip
 
@@ -200,20 +191,15 @@ def _finish(
         "split",
         "tail_split",
         "ahead",
-        "ahead_tiles",
-        "ahead_tail_tiles",
-        "ahead_split",
-        "ahead_tail_split",
     ]
 )
 def _w4a16_kernel(
     x_ptr, w_ptr, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
     rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split, ahead,
-    ahead_ptr, ahead_k, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
-    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr, AHEAD: tl.constexpr, AHEAD_N: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of W x.T over one part of K; layout of `w` and `meta` in w4_layout.
 
@@ -289,12 +275,6 @@ def _w4a16_kernel(
         if DIRECT:
             c0, c1, c2, c3 = load_chunks(w_ptrs, tl.minimum(step + 1, last * PASSES - 1), STEP, DIRECT)
 
-    if AHEAD > 0:
-        count = ahead_tiles * ahead_split + ahead_tail_tiles * ahead_tail_split
-        for unit in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
-            tile, _, _, begin, end = unit_range(unit, ahead_tiles, ahead_tail_tiles, ahead_split, ahead_tail_split,
-                                                ahead_k)  # fmt: skip
-            prefetch_weights(ahead_ptr, tile, begin, end, ahead_k, AHEAD, AHEAD_N)
     is_last = True
     if MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
         if parts > 1:

@@ -202,12 +202,6 @@ def test_prefill_equals_the_float64_product(form: str) -> None:
         assert error(w4_prefill(x, weight), w4a16_ref(x.double(), weight)) < 2 * TOLERANCE[torch.bfloat16]
 
 
-def test_following_weights_change_nothing_but_time() -> None:
-    weight, other = random_weight(1024, 2048, 128, "symmetric"), random_weight(512, 4096, 64, "zeros")
-    x = torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(w4a16(x, weight, following=other), w4a16(x, weight))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(1024, 4096), (1000, 576), (49152, 576), (515, 1544)])
 def test_w16a16_equals_float64_and_rows_do_not_depend_on_their_number(n: int, k: int, dtype: torch.dtype) -> None:

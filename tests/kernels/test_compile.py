@@ -22,10 +22,10 @@ from specq_kernels import tree_attention, tree_nodes, w4_prefill, w4a16, w16a16
 from specq_kernels.configs import DEFAULT_TILES
 
 POINTERS = {"w_ptr": "*i32", "meta_ptr": "*i32", "sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32",
-            "ahead_ptr": "*i32", "mask_ptr": "*i32", "depth_ptr": "*i32", "length_ptr": "*i32", "top_ptr": "*fp32",
+            "mask_ptr": "*i32", "depth_ptr": "*i32", "length_ptr": "*i32", "top_ptr": "*fp32",
             "total_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
             "path_ptr": "*i32", "count_ptr": "*i32", "logits_ptr": "*fp32"}
-MULTIPLES_OF_16 = {"n_out", "k_size", "padded_n", "padded_k", "ahead_k", "max_len", "k", "n", "full_n"}
+MULTIPLES_OF_16 = {"n_out", "k_size", "padded_n", "padded_k", "max_len", "k", "n", "full_n"}
 FLOATS = {"eps", "scale", "temperature"}
 report = {}
 
@@ -53,12 +53,10 @@ for rows, tile in DEFAULT_TILES["w4a16"].items():
     for group, form, dtype in ((128, 0, "bf16"), (64, 1, "fp16"), (32, 3, "bf16"), (32, 2, "bf16"))[: 64 // rows]:
         constants = dict(GROUP=group, FORM=form, SCALE_FP16=True, BLOCK_N=64, BLOCK_M=rows, MOST=4,
                          STEP=tile.get("step", 256), STAGES=tile["stages"], HAS_BIAS=True, HAS_RESIDUAL=True,
-                         SILU=False, EVEN_K=False, EVEN_M=False, PTX=True, EARLY=EARLY, DIRECT=False, AHEAD=0,
-                         AHEAD_N=64)
+                         SILU=False, EVEN_K=False, EVEN_M=False, PTX=True, EARLY=EARLY, DIRECT=False)
         build(f"default w4a16 {rows} {group} {form}", w4a16._w4a16_kernel, constants, dtype)
 silu = dict(GROUP=128, FORM=0, SCALE_FP16=True, BLOCK_N=128, BLOCK_M=16, MOST=1, STEP=256, STAGES=3, HAS_BIAS=False,
-            HAS_RESIDUAL=False, SILU=True, EVEN_K=True, EVEN_M=True, PTX=True, EARLY=EARLY, DIRECT=True,
-            AHEAD=4 if EARLY else 0, AHEAD_N=128)
+            HAS_RESIDUAL=False, SILU=True, EVEN_K=True, EVEN_M=True, PTX=True, EARLY=EARLY, DIRECT=True)
 build("w4a16 silu", w4a16._w4a16_kernel, silu)
 for rows, tile in DEFAULT_TILES["w16a16"].items():
     constants = dict(BLOCK_N=64, BLOCK_M=rows, BLOCK_K=64, SPLIT=2, STAGES=tile["stages"], HAS_BIAS=False,
