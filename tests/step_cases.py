@@ -16,7 +16,7 @@ from torch import Tensor
 from specq.checkpoint import ModelSpec
 from specq.models.causal_lm import CausalLM, FeatureKind
 from specq.models.device_step import DeviceStep
-from specq.models.loader import build_model
+from specq.models.loader import Engine, build_model
 from specq.quant.packed import PackedWeight
 from specq.spec.tree import DraftTree, chain
 
@@ -153,6 +153,11 @@ def fast_model(
     return model
 
 
+def plain_model(spec: ModelSpec, source: WeightsInMemory, *, dtype: str, device: str = "cpu") -> CausalLM:
+    """The model of these weights in torch."""
+    return build_model(spec, source, dtype=dtype, device=device, engine=Engine(use_kernels=False))
+
+
 def assert_equal_to_plain(fast: CausalLM, source: WeightsInMemory, steps: Steps, **options: Any) -> None:
     """Logits, K, V and features are as close to those of float64 weights as plain decoding in the same dtype gets.
 
@@ -160,7 +165,7 @@ def assert_equal_to_plain(fast: CausalLM, source: WeightsInMemory, steps: Steps,
     times for the largest, which a single row with a near-tie in its attention decides.
     """
     dtype, device = str(fast.dtype).removeprefix("torch."), str(fast.device)
-    rough, exact = (build_model(fast.spec, source, dtype=kind, device=device) for kind in (dtype, "float64"))
+    rough, exact = (plain_model(fast.spec, source, dtype=kind, device=device) for kind in (dtype, "float64"))
     found, plain, expected = (run_forwards(model, steps, **options) for model in (fast, rough, exact))
     for name in ("logits", "k", "v", "features"):
         ours, theirs, true = (getattr(ran, name).double() for ran in (found, plain, expected))

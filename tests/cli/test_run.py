@@ -14,6 +14,9 @@ from factories import tiny_config, write_model, write_tokenizer
 
 from specq.cli.run import join_prompt
 from specq.errors import UsageError
+from specq.models.causal_lm import CausalLM
+from specq.models.loader import load_model
+from specq.spec import parts
 
 ARGUMENTS = ("--max-new-tokens", "12", "--pipeline", "plain")
 RECORD = {
@@ -52,6 +55,19 @@ def test_standard_output_is_the_answer(call, model) -> None:
     assert record["tokens_out"] == len(record["token_ids"]) == 12
     assert record["finish_reason"] == "length"
     assert record["environment"]["specq"]
+
+
+def test_no_graphs_reaches_the_models(call, model, monkeypatch) -> None:
+    asked = []
+
+    def load(path: Path, **options) -> CausalLM:
+        asked.append(options["engine"].use_graphs)
+        return load_model(path, **options)
+
+    monkeypatch.setattr(parts, "load_model", load)
+    for flags in ([], ["--no-graphs"]):
+        assert call("run", model, "hello", *ARGUMENTS, *flags).code == 0
+    assert asked == [True, False]
 
 
 def test_a_single_argument_is_a_model_only_when_it_names_one(call, model, monkeypatch) -> None:

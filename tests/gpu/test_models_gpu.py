@@ -1,4 +1,4 @@
-"""The forward pass on a GPU against the same weights on the CPU in float64."""
+"""The forward pass of torch on a GPU against the same weights on the CPU in float64."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from factories import WeightsInMemory, random_weights, tiny_config
+from step_cases import plain_model
 from torch import Tensor
 
 from specq.checkpoint import ModelSpec
 from specq.models.causal_lm import CausalLM
-from specq.models.loader import build_model
 from specq.spec.tree import DraftTree, chain
 
 pytestmark = pytest.mark.gpu
@@ -49,8 +49,8 @@ def every_kind_of_forward(model: CausalLM) -> Tensor:
 def test_gpu_logits_equal_those_of_the_cpu(case: str, dtype: str) -> None:
     spec = ModelSpec.from_config(CASES[case])
     source = WeightsInMemory(random_weights(CASES[case]))
-    expected = every_kind_of_forward(build_model(spec, source, dtype="float64"))
-    found = every_kind_of_forward(build_model(spec, source, device="cuda", dtype=dtype))
+    expected = every_kind_of_forward(plain_model(spec, source, dtype="float64"))
+    found = every_kind_of_forward(plain_model(spec, source, device="cuda", dtype=dtype))
     if dtype == "float32":
         torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=0)
     else:

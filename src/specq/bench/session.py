@@ -47,6 +47,7 @@ class Loading:
     dtype: str = "auto"
     threads: int | None = None
     offline: bool | None = None
+    use_graphs: bool = True
 
 
 def plan_rows(
@@ -140,6 +141,7 @@ def open_models(
         dtype=loading.dtype,
         threads=loading.threads,
         offline=loading.offline,
+        use_graphs=loading.use_graphs,
         also=_needs(row.pipeline for row in plan.rows) | _needs([decision.pipeline] if decision else []),
         on_progress=say,
     )

@@ -37,6 +37,7 @@ def open_pipeline(
             dtype=pipeline.dtype.value,
             threads=pipeline.threads,
             offline=pipeline.offline or None,
+            use_graphs=not pipeline.no_graphs,
             on_progress=progress,
         )
     finally:

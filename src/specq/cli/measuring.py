@@ -16,13 +16,12 @@ from specq.errors import NotEnoughMemoryError, UsageError
 if TYPE_CHECKING:
     from specq.bench.contestants import Decoding
     from specq.bench.match import Asked, Matcher
-    from specq.bench.prediction import RowPrediction
+    from specq.bench.prediction import Comparison
     from specq.bench.prompts import Suite
     from specq.bench.report import RowReport
     from specq.bench.run import Asking, Run, Sample
     from specq.bench.session import Loading, Plan
     from specq.recipe import Recipe
-    from specq.spec.decision import Forecasts
     from specq.spec.lossless import Verdict
 
 PROMPTS = "Prompts"
@@ -95,7 +94,9 @@ class Job:
         dtype = pipeline.dtype.value
         if exact_on_cpu and dtype == "auto" and choose_device(pipeline.device) == "cpu":
             dtype = "float32"
-        self.loading: Loading = Loading(pipeline.device, dtype, pipeline.threads, pipeline.offline or None)
+        self.loading: Loading = Loading(
+            pipeline.device, dtype, pipeline.threads, pipeline.offline or None, not pipeline.no_graphs
+        )
         self.plan: Plan = plan_rows(with_more, asked=pipeline.pipeline, swept=swept)
         if is_profiled:
             if swept:
@@ -193,14 +194,13 @@ class Job:
             self.console.note(f"warning: {sample.prompt.id} differs and is not judged: {error.message}")
             return None
 
-    def predictions(self, rows: Sequence[RowReport]) -> tuple[Forecasts, list[RowPrediction]] | None:
+    def predictions(self, rows: Sequence[RowReport]) -> Comparison | None:
         """What the stored profile of these models predicted of the rows; None without a profile, or none of them."""
-        from specq.bench.prediction import predict_rows
+        from specq.bench.prediction import compare
         from specq.bench.session import profile_key
 
         forecasts = profile_key(self.plan, self.loading).forecasts()
-        found = [] if forecasts is None else predict_rows(forecasts, self.contestants, rows)
-        return (forecasts, found) if forecasts is not None and found else None
+        return None if forecasts is None else compare(forecasts, self.contestants, rows)
 
     def facts(self, matcher: Matcher) -> dict[str, Any]:
         """What a reader has to know to believe and to repeat the numbers."""

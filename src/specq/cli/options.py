@@ -109,6 +109,9 @@ class PipelineOptions(PlanOptions):
         int | None,
         _flag("--threads", metavar="N", min=1, help="CPU threads; default: tried out on the first tokens."),
     ] = None
+    no_graphs: Annotated[bool, _flag("--no-graphs", help="On a GPU, no CUDA graphs: slower, for finding faults.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def profile(
             dtype=pipeline.dtype.value,
             threads=pipeline.threads,
             offline=pipeline.offline or None,
+            use_graphs=not pipeline.no_graphs,
             seconds=seconds,
             by_hand=parse_by_hand(acceptance or []),
             compare_fp16=compare_fp16,

@@ -2,7 +2,7 @@
 
 A step has no host read and no shape that depends on the context, so on CUDA it is captured as a graph, once for every
 bucket of node counts; in Triton's interpreter the same function runs eagerly. Prompts stay with `CausalLM.forward`,
-which calls this for a model it was attached to (SPECQ_KERNELS=triton, quant/kernel_choice.py).
+which calls this for a model it was attached to (quant/kernel_choice.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attach_device_step(model: CausalLM, *, use_graphs: bool = True) -> None:
     if reason is None:
         model.device_step = DeviceStep(model, use_graphs=use_graphs)
     else:
-        log.warning(f"decoding stays on torch: {reason}")
+        log.warning(f"steps run in torch, not on our kernels: {reason}")
 
 
 def why_no_step(model: CausalLM) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,22 @@ DTYPES = {
 }
 
 
-def load_model(path: Path, *, device: str = "cpu", dtype: str = "auto", lender: CausalLM | None = None) -> CausalLM:
+@dataclass(frozen=True)
+class Engine:
+    """What may run a model where it can: our kernels (what is trained cannot), and steps as CUDA graphs."""
+
+    use_kernels: bool = True
+    use_graphs: bool = True
+
+
+def load_model(
+    path: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    lender: CausalLM | None = None,
+    engine: Engine | None = None,
+) -> CausalLM:
     """The model in a local folder or .gguf file, on `device`.
 
     `dtype` is that of activations, K and V; "auto" is float32 on a CPU and the checkpoint's 16-bit type on a GPU.
@@ -56,10 +73,10 @@ def load_model(path: Path, *, device: str = "cpu", dtype: str = "auto", lender: 
     """
     spec, shared = model_spec(path), read_shared(path)
     if shared is None:
-        return build_model(spec, open_weights(path, spec), device=device, dtype=dtype)
+        return build_model(spec, open_weights(path, spec), device=device, dtype=dtype, engine=engine)
     if lender is None:
         raise without_lender(path, shared)
-    return build_model(spec, open_weights(path, spec), device=device, dtype=dtype, lender=lender)
+    return build_model(spec, open_weights(path, spec), device=device, dtype=dtype, lender=lender, engine=engine)
 
 
 def model_spec(path: Path) -> ModelSpec:
@@ -96,6 +113,7 @@ def build_model(
     device: str = "cpu",
     dtype: str = "auto",
     lender: CausalLM | None = None,
+    engine: Engine | None = None,
 ) -> CausalLM:
     """The model of these weights, without embedding and head when there is a `lender`; see `load_model`."""
     lent = frozenset[str]()
@@ -103,39 +121,49 @@ def build_model(
         require_same_rows(spec, lender.spec)
         lent = LENDABLE
     check_tensors(spec, source, lent=lent)
-    builder = _Builder(spec, source, device, dtype, lender)
+    engine = engine or Engine()
+    builder = _Builder(spec, source, device, dtype, lender, use_kernels=engine.use_kernels)
     model = builder.model()
     if builder.use_kernels:
         from specq.models.device_step import attach_device_step
 
-        attach_device_step(model)
+        attach_device_step(model, use_graphs=engine.use_graphs)
     return model
 
 
 def check_memory(
-    models: Sequence[tuple[ModelSpec, Path, int]], *, device: str, dtype: str, head_bytes: int = 0
+    models: Sequence[tuple[ModelSpec, Path, int]],
+    *,
+    device: str,
+    dtype: str,
+    head_bytes: int = 0,
+    use_kernels: bool = True,
 ) -> None:
     """Raise NotEnoughMemoryError when these models (spec, path, context) do not fit the device together.
 
-    `head_bytes` is what the files of their EAGLE heads take.
+    `head_bytes` is what the files of their EAGLE heads take; `use_kernels` as in Engine.
     """
-    estimates = [estimate_memory(*model, device=device, dtype=dtype) for model in models]
+    estimates = [estimate_memory(*model, device=device, dtype=dtype, use_kernels=use_kernels) for model in models]
     estimates.append(MemoryEstimate(weights=head_bytes, kv=0, activations=0))
     context = max((context for *_, context in models), default=0)
     require_memory(estimates, context, device=device, free=free_bytes(device))
 
 
-def estimate_memory(spec: ModelSpec, path: Path, context: int, *, device: str, dtype: str) -> MemoryEstimate:
-    """What the model of these weights takes on the device with a cache of `context` tokens."""
+def estimate_memory(
+    spec: ModelSpec, path: Path, context: int, *, device: str, dtype: str, use_kernels: bool = True
+) -> MemoryEstimate:
+    """What the model of these weights takes on the device with a cache of `context` tokens; see `check_memory`."""
     packed, lent = frozenset[str](), lent_names(path)
-    if keeps_4_bits(spec, dtype=dtype, device=device) or runs_kernels(choose_dtype(dtype, spec, device), device):
+    on_kernels = use_kernels and runs_kernels(choose_dtype(dtype, spec, device), device)
+    if keeps_4_bits(spec, dtype=dtype, device=device) or on_kernels:
         source = open_weights(path, spec)
         packed = frozenset(
             name
             for name, shape in expected_tensors(spec).items()
             if len(shape) == 2 and name != EMBEDDING and source.is_packed(name.removesuffix(".weight"))
         )
-    return estimate_bytes(spec, dtype=choose_dtype(dtype, spec, device), context=context, packed=packed, lent=lent)
+    kind = choose_dtype(dtype, spec, device)
+    return estimate_bytes(spec, dtype=kind, context=context, device=device, packed=packed, lent=lent)
 
 
 def keeps_4_bits(spec: ModelSpec, *, dtype: str, device: str) -> bool:
@@ -151,12 +179,13 @@ def keeps_4_bits(spec: ModelSpec, *, dtype: str, device: str) -> bool:
 
 
 def runs_kernels(dtype: torch.dtype, device: str) -> bool:
-    """Whether a model runs on our Triton kernels, which keep 4-bit matrices packed; off unless asked for."""
-    if not asks_for_kernels():
+    """Whether a model runs on our Triton kernels, which keep packed matrices packed."""
+    if not asks_for_kernels(device):
         return False
     reason = why_no_kernels(dtype, device)
     if reason is not None:
-        log.warning(f"{VARIABLE}=triton does not reach this model: {reason}")
+        say = log.warning if os.environ.get(VARIABLE) else log.info  # who asked for them is told
+        say(f"products run in torch, not on our kernels: {reason}")
     return reason is None
 
 
@@ -174,10 +203,19 @@ def choose_dtype(name: str, spec: ModelSpec, device: str) -> torch.dtype:
 class _Builder:
     """Moves the source's tensors into modules, layer by layer."""
 
-    def __init__(self, spec: ModelSpec, source: WeightSource, device: str, dtype: str, lender: CausalLM | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        device: str,
+        dtype: str,
+        lender: CausalLM | None,
+        *,
+        use_kernels: bool,
+    ) -> None:
         self.spec, self.source, self.device, self.lender = spec, source, torch.device(device), lender
         self.dtype = choose_dtype(dtype, spec, device) if lender is None else lender.dtype
-        self.use_kernels = runs_kernels(self.dtype, device)
+        self.use_kernels = use_kernels and runs_kernels(self.dtype, device)
         self.use_int4 = not self.use_kernels and keeps_4_bits(spec, dtype=dtype, device=device)
         # Beside int4 products, whose x is bf16, an fp32 head would be the slowest part.
         self.use_rescored_head = self.use_int4 and has_fast_bfloat16()

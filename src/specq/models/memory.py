@@ -21,8 +21,14 @@ HEAD_ROWS = 64
 SCALE_BYTES = 4
 """A scale and an offset of 16 bits each, for every row and group."""
 
-PACKED_COPIES = 2
-"""A CPU keeps 4-bit codes as they are for prompts and in torch's own layout for decoding."""
+CPU_COPIES = 2
+"""A CPU keeps packed codes as they are for prompts and in torch's own layout for decoding."""
+
+GPU_SCRATCH = 160 << 20
+"""What a GPU needs beside: 64 MiB of a matrix dequantised for a prompt, workspaces of cuBLAS, what is rounded up."""
+
+KEY_CHUNKS = 24
+"""Parts of the keys whose attention is summed apart there, in fp32 (specq_kernels/tree_attention.py)."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,17 @@ def estimate_bytes(
     *,
     dtype: torch.dtype,
     context: int,
+    device: str = "cpu",
     packed: Collection[str] = (),
     lent: Collection[str] = (),
 ) -> MemoryEstimate:
-    """What the model takes with a cache of `context` tokens, the matrices named in `packed` kept in 4 bits.
+    """What the model takes with a cache of `context` tokens, the matrices named in `packed` kept in their bits.
 
     Tensors that are `lent` by another model count there.
     """
+    is_cpu = device == "cpu"
     group = 32 if spec.quantization is None else spec.quantization.group_size
+    bits = 4 if spec.quantization is None else spec.quantization.bits
     weights = 0
     for name, shape in expected_tensors(spec).items():
         if name in lent:
@@ -58,11 +67,13 @@ def estimate_bytes(
         count = math.prod(shape)
         if name in packed:
             groups = shape[0] * max(1, shape[1] // group if group > 0 else 1)
-            weights += PACKED_COPIES * (count // 2 + SCALE_BYTES * groups)
+            weights += (CPU_COPIES if is_cpu else 1) * (count * bits // 8 + SCALE_BYTES * groups)
         else:
             weights += count * dtype.itemsize
     widest = 2 * spec.intermediate + 4 * spec.hidden + 2 * spec.heads * spec.head_dim
     activations = PREFILL_ROWS * widest * dtype.itemsize + 2 * HEAD_ROWS * spec.vocab * 4
+    if not is_cpu:
+        activations += GPU_SCRATCH + KEY_CHUNKS * HEAD_ROWS * spec.heads * spec.head_dim * 4
     return MemoryEstimate(weights, context * kv_bytes_per_token(spec, dtype), activations)
 
 

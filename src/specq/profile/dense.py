@@ -42,6 +42,6 @@ def load_dense(path: Path, *, device: str, dtype: str, context: int) -> CausalLM
     """The model of a local folder without 4-bit matrices. Raises NotEnoughMemoryError before it reads weights."""
     spec = model_spec(path)
     plain = replace(spec, quantization=None)
-    needed = estimate_bytes(plain, dtype=choose_dtype(dtype, plain, device), context=context)
+    needed = estimate_bytes(plain, dtype=choose_dtype(dtype, plain, device), context=context, device=device)
     require_memory([needed], context, device=device, free=free_bytes(device))
     return build_model(plain, DequantizedWeights(open_weights(path, spec)), device=device, dtype=dtype)

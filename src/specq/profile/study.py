@@ -104,7 +104,7 @@ def _estimate(spec: ModelSpec, device: str, dtype: str, context: int, *, has_hea
     if spec.quantization is not None and (keeps_4_bits(spec, dtype=dtype, device=device) or runs_kernels(kind, device)):
         source = RandomWeights(spec, torch.device(device))
         packed = frozenset(n for n in expected_tensors(spec) if source.is_packed(n.removesuffix(".weight")))
-    found = estimate_bytes(spec, dtype=kind, context=context, packed=packed)
+    found = estimate_bytes(spec, dtype=kind, context=context, device=device, packed=packed)
     if not has_head:
         return found
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

@@ -46,7 +46,7 @@ def draft_head_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]
 
 def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a draft head runs on our kernels there."""
-    return asks_for_kernels() and why_no_kernels(dtype, device) is None
+    return asks_for_kernels(device) and why_no_kernels(dtype, device) is None
 
 
 class Int8Linear(nn.Module):

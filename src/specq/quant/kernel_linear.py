@@ -1,8 +1,8 @@
 """Products on our Triton kernels, in the places of those in linear.py: 4 and 8 bits, gate and up with SiLU, 16 bits.
 
 Up to 64 rows a row's result is bitwise the same for any number of rows; more are a prompt's, where 4-bit matrices are
-dequantised in chunks. Matrices no kernel runs fall back on `make_linear`. Not used unless SPECQ_KERNELS=triton
-(kernel_choice.py). The packed parts are plain attributes: they belong to the device they were packed on.
+dequantised in chunks. Matrices no kernel runs fall back on `make_linear`. Used where kernel_choice.py
+says so. The packed parts are plain attributes: they belong to the device they were packed on.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class ProfileKey:
         """The key of models with these digests (by role) on this device now."""
         found = describe_environment(device)
         environment = {name: found[name] for name in ("device", "driver", "torch", "triton", "specq")}
-        products = "kernels" if device.startswith("cuda") and asks_for_kernels() else "torch"
+        products = "kernels" if device.startswith("cuda") and asks_for_kernels(device) else "torch"
         environment |= {"dtype": dtype, "products": products}
         return cls(tuple(sorted(digests.items())), tuple(sorted(environment.items())))
 

@@ -16,7 +16,7 @@ from specq.checkpoint import ModelSpec, read_generation_config
 from specq.errors import UsageError
 from specq.hub import Snapshot, resolve_model
 from specq.models.causal_lm import CausalLM
-from specq.models.loader import model_spec
+from specq.models.loader import Engine, model_spec
 from specq.models.shared import read_shared, without_lender
 from specq.recipe import ModelRef, Recipe, Sampling, resolve
 from specq.spec.decision import ProfileKey
@@ -41,6 +41,7 @@ def load_pipeline(
     context: int | None = None,
     threads: int | None = None,
     offline: bool | None = None,
+    use_graphs: bool = True,
     also: Collection[str] = (),
     on_progress: Callable[[str], None] | None = None,
 ) -> Pipeline:
@@ -48,7 +49,7 @@ def load_pipeline(
 
     Loaded is what the pipeline needs, and the parts `also` as far as the recipe names them; the rest when another
     pipeline is used. `context` is in tokens (default: the model's, at most 8192). `threads` is for CPUs; by default it
-    is probed.
+    is probed. `use_graphs` False runs what would be CUDA graphs step by step.
     Raises a SpecqError of the fitting kind before any weight is read when something is missing or does not fit.
     """
     say = on_progress or (lambda text: None)
@@ -74,7 +75,7 @@ def load_pipeline(
     is_auto = wanted == "auto" and decision is not None
     first = decision.pipeline if decision and is_auto else "plain" if wanted in ("auto", "off") else wanted
     needs = require_pipeline(first, snapshots).needs
-    space = Space(device, dtype, limit, scratch)
+    space = Space(device, dtype, limit, scratch, Engine(use_graphs=use_graphs))
     loader = PartLoader(snapshots, tokenizer, space, head_bits=recipe.drafter.head_bits, say=say)
     parts = loader.load(None, [*needs, *also])
     loader.say = log.info  # what comes later comes alone

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specq.checkpoint import ModelSpec
 from specq.errors import UnsupportedError
 from specq.hub import Snapshot
 from specq.models.eagle_loader import HeadFiles, build_head
-from specq.models.loader import check_memory, load_model, model_spec
+from specq.models.loader import Engine, check_memory, load_model, model_spec
 from specq.spec.check import check_pair
 from specq.spec.check_head import head_bytes
 from specq.spec.pipelines import HeadSeat, Parts, Seat
@@ -32,6 +32,7 @@ class Space:
     dtype: str
     context: int
     scratch_rows: int
+    engine: Engine = field(default_factory=Engine)
 
 
 class PartLoader:
@@ -93,7 +94,8 @@ class PartLoader:
         snapshot = self._snapshots[role]
         self.say(f"loading {role} {snapshot.repo_id or snapshot.path.name}")
         lender = target.model if isinstance(target, Seat) else None
-        model = load_model(snapshot.path, device=self._space.device, dtype=self._space.dtype, lender=lender)
+        space = self._space
+        model = load_model(snapshot.path, device=space.device, dtype=space.dtype, lender=lender, engine=space.engine)
         features = head.spec(model.spec.layers).features if head else None
         # Slots past the context hold the draft nodes of the last rounds.
         return Seat(model, model.new_cache(self._context(role) + MAX_NODES, features=features))

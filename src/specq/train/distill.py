@@ -19,7 +19,7 @@ from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_loader import HeadFiles, load_head
 from specq.models.eagle_writer import BITS_KEY, HEAD_BITS_KEY, HEAD_MANIFEST, write_head
-from specq.models.loader import check_memory, load_model, model_spec
+from specq.models.loader import Engine, check_memory, load_model, model_spec
 from specq.models.shared import KEY as SHARED_KEY
 from specq.models.shared import MANIFEST as INTERMEDIATE_MANIFEST
 from specq.models.shared import describe_lender, read_shared, require_lender, without_lender
@@ -41,6 +41,9 @@ from specq.train.generate import AnswerWriter
 from specq.train.intermediate import IntermediateTask, choose_layers, layer_importance
 from specq.train.loop import Progress, Task, train
 from specq.workspace import Workspace, check_output, open_workspace
+
+TRAINING = Engine(use_kernels=False)
+"""What is trained needs gradients, and a student is cut from the target's dense matrices."""
 
 IMPORTANCE_BATCHES = 4
 DIGEST_BYTES = 1 << 16
@@ -128,7 +131,9 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     longest = settings.length - 1
     prompts, held_out_ids = (encode_prompts(tokenizer, each, longest=longest) for each in (training, held_out))
     digest = target_digest(job.target.path)
-    check_memory([(spec, job.target.path, settings.length)], device=job.device, dtype=job.dtype)
+    check_memory(
+        [(spec, job.target.path, settings.length)], device=job.device, dtype=job.dtype, use_kernels=TRAINING.use_kernels
+    )
     workspace = Workspace(job.output)
     with open_workspace(workspace, _fingerprint(job, digest), verb="distill", overwrite=job.overwrite):
         say(f"loading {job.target.repo_id or job.target.path.name}")
@@ -151,7 +156,7 @@ def _check_lender(job: Job) -> None:
 
 
 def _load_target(job: Job) -> CausalLM:
-    place: dict[str, Any] = {"device": job.device, "dtype": job.dtype}
+    place: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "engine": TRAINING}
     # Of the lender only embedding and head outlive this.
     lender = None if job.lender is None else load_model(job.lender.path, **place)
     return load_model(job.target.path, lender=lender, **place)

@@ -290,6 +290,9 @@ def test_4_bit_matrices_are_counted_in_4_bits() -> None:
     # 4 bits and a 32nd of 32 bits, twice, instead of 32 bits.
     matrices = sum(4 * random_weights(config)[name].numel() for name in packed)
     assert dense.weights - kept.weights == matrices * (1 - 2 * 5 / 32)
+    # A GPU has one form of a matrix, for prompts and for decoding.
+    on_gpu = estimate_bytes(spec, dtype=torch.float32, context=1, device="cuda:0", packed=packed)
+    assert dense.weights - on_gpu.weights == matrices * (1 - 5 / 32)
 
 
 def test_too_little_memory_names_the_context_that_fits() -> None:
