@@ -65,7 +65,7 @@ class EagleDrafting:
         self._rows = DeviceHead(head, cache)
         self._upload = Upload(3 + NEW_ROWS[-1] + MAX_NODES, device)
         values = self._upload.device
-        self._start, self._new, self._known = values[:1], values[1:2], values[2:3]
+        self._start, self._last, self._known = values[:1], values[1:2], values[2:3]
         self._new_tokens, self._trunk = values[3 : 3 + NEW_ROWS[-1]], values[3 + NEW_ROWS[-1] :]
         self._chain = pack_mask(torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool, device=device).tril_())
         self._at = torch.arange(MAX_NODES, dtype=torch.int32, device=device)
@@ -89,7 +89,7 @@ class EagleDrafting:
         are guessed at as `round_` is set to take them.
         """
         values = self._upload.write()
-        values[:3] = start, len(new), start + len(new)
+        values[:3] = start, len(new) - 1, start + len(new)
         values[3 : 3 + len(new)] = new
         values[3 + NEW_ROWS[-1] : 3 + NEW_ROWS[-1] + len(trunk)] = trunk
         self._upload.send()
@@ -103,9 +103,10 @@ class EagleDrafting:
         return plan.tree
 
     def _draft(self, plan: _Plan, round_: DeviceRound, rows: int) -> None:
-        positions = plan.depths + self._known  # of the nodes that run
-        state, at = self._catch_up(plan, rows, positions), plan.trunk
-        scores, ids = self._guess(plan, round_, state, 0, start=-1)
+        places = plan.offsets + self._known
+        following = plan.following + self._known
+        state, at = self._catch_up(plan, rows, places), plan.trunk
+        scores, ids = self._guess(plan, round_, state, following[0], start=-1)
         parents, first, parents_at = plan.root, 0, at - 1
         for deeper, level in enumerate(plan.levels):
             place = {"first": first, "parents_at": parents_at, "level_at": at if len(level.scores) else 0}
@@ -113,13 +114,14 @@ class EagleDrafting:
             if deeper + 1 == len(plan.levels):
                 break
             nodes = slice(at, at + len(level.scores))
-            state = self._run_nodes(plan, level.tokens, state, level.rows, nodes, positions)
-            plan.tokens[nodes].copy_(level.tokens)
-            scores, ids_next = self._guess(plan, round_, state, deeper + 1, start=at)
+            state = self._run_nodes(plan, level.tokens, state, level.rows, nodes, places)
+            if round_.sampler.needs_seen:
+                plan.tokens[nodes].copy_(level.tokens)
+            scores, ids_next = self._guess(plan, round_, state, following[deeper + 1], start=at)
             first, parents, parents_at, at, ids = first + ids.numel(), level, at, nodes.stop, ids_next
         best_candidates(plan.pool, plan.tree)
 
-    def _catch_up(self, plan: _Plan, rows: int, positions: Tensor) -> Tensor:
+    def _catch_up(self, plan: _Plan, rows: int, places: Tensor) -> Tensor:
         """The predicted state [1, hidden] at the context's end; writes the rows of true features and of the trunk."""
         slots = self._at[:rows] + self._start
         assert self.verified.features is not None  # a verifier with a head keeps features
@@ -134,38 +136,36 @@ class EagleDrafting:
             slot=self._start,
             earlier=0,
         )
-        state = out.index_select(0, self._new - 1)
-        if plan.trunk:
-            plan.tokens[: plan.trunk].copy_(self._trunk[: plan.trunk])
-            for i in range(plan.trunk):
-                node = slice(i, i + 1)
-                state = self._run_nodes(plan, plan.tokens[node], state, self._at[:1], node, positions)
+        state = out.index_select(0, self._last)
+        for i in range(plan.trunk):
+            node = slice(i, i + 1)
+            state = self._run_nodes(plan, self._trunk[node], state, self._at[:1], node, places)
         return state
 
     def _run_nodes(
-        self, plan: _Plan, tokens: Tensor, states: Tensor, rows: Tensor, nodes: slice, positions: Tensor
+        self, plan: _Plan, tokens: Tensor, states: Tensor, rows: Tensor, nodes: slice, places: Tensor
     ) -> Tensor:
-        """States [nodes, hidden] of nodes behind the rows of true features; `positions` are those of all nodes."""
-        slot = self._at[nodes.start : nodes.start + 1] + self._known
+        """States [nodes, hidden] of nodes behind the rows of true features; `places` are slots and positions of all."""
         return self._rows.run(
             tokens,
             states,
             rows,
-            positions=positions[nodes],
+            positions=places[1, nodes],
             mask=plan.mask[nodes],
             length=self._known,
-            slot=slot,
+            slot=places[0, nodes.start : nodes.start + 1],
             earlier=nodes.start,
         )
 
     def _guess(
-        self, plan: _Plan, round_: DeviceRound, states: Tensor, deeper: int, *, start: int
+        self, plan: _Plan, round_: DeviceRound, states: Tensor, following: Tensor, *, start: int
     ) -> tuple[Tensor, Tensor]:
-        """(scores fp32, ids int32) [rows, children]: what may follow the nodes from `start` on (-1: the context)."""
+        """(scores fp32, ids int32) [rows, children]: what may follow the nodes from `start` on (-1: the context).
+
+        `following` are the positions of that, as many as a level can have.
+        """
         sampler, rows = round_.sampler, len(states)
-        logits = self._rows.logits(states)
-        # The context ends at row known + trunk, and the next token is one further.
-        positions = (self._known + (plan.trunk + 1 + deeper)).long().expand(rows).contiguous()
+        logits, positions = self._rows.logits(states), following[:rows]
         if not sampler.has_filter and not sampler.needs_seen:
             return top_scores(
                 logits,
@@ -214,5 +214,10 @@ class _Plan:
         self.mask = drafting._chain.clone()
         self.tokens = torch.zeros(MAX_NODES, dtype=torch.int32, device=device)
         self.tree = torch.zeros(2, MAX_NODES, dtype=torch.int32, device=device)
-        levels = [torch.full((len(level.scores),), trunk + i, dtype=torch.int32) for i, level in enumerate(self.levels)]
-        self.depths = torch.cat([torch.arange(trunk, dtype=torch.int32), *levels]).to(device)
+        depths = [torch.full((len(level.scores),), trunk + i, dtype=torch.int32) for i, level in enumerate(self.levels)]
+        depth_of = torch.cat([torch.arange(trunk, dtype=torch.int32), *depths])
+        # Slots and positions of the nodes that run, from the rows of true features on.
+        self.offsets = torch.stack([torch.arange(len(depth_of), dtype=torch.int32), depth_of]).to(device)
+        # The context ends `trunk` tokens behind them, and what a level's nodes stand for follows.
+        levels = trunk + 1 + torch.arange(depth, device=device)
+        self.following = levels[:, None].repeat(1, max(shape.top_k, 1))  # int64 [depth, top_k]
