@@ -166,10 +166,10 @@ def sums_group(sums: Tensor | None, rows: int, columns: int, head_dim: int) -> i
 @triton.jit
 def _chunk_size(position, most, LEAST: tl.constexpr):
     """Keys a chunk for a row at this position: LEAST, doubled until `most` chunks hold all up to the position."""
-    size = LEAST
-    for _ in tl.static_range(16):
-        size = tl.where(position >= most * size, 2 * size, size)
-    return size
+    doublings = 0
+    for i in tl.static_range(16):
+        doublings += (position >= ((most * LEAST) << i)).to(tl.int32)
+    return LEAST << doublings
 
 
 @triton.jit(do_not_specialize=["nodes", "written", "window", "most", "ahead"])

@@ -26,6 +26,8 @@ from specq_kernels import configs
 from specq_kernels.launch import num_multiprocessors
 from specq_kernels.w4_layout import FORMS, W4Weight
 
+CODES_SWIZZLE = 0  # a warp reads 512 bytes in a row, which meets no bank twice; without, 8 KB are one copy
+
 
 def launch(
     x: Tensor,
@@ -42,7 +44,7 @@ def launch(
     (rows, k), (padded_n, padded_k), block_m = x.shape, weight.padded, config["block_m"]
     tiles, tail_tiles, split, tail_split = units
     x_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    w_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    w_layout = gl.NVMMASharedLayout(swizzle_byte_width=CODES_SWIZZLE, element_bitwidth=32, rank=2)
     codes = weight.packed.view(padded_n // 16, padded_k * 2)
     multipliers = config["block_n"] // 128
     slots = num_multiprocessors(x.device.index) * (1 if multipliers == 2 else 2)

@@ -97,7 +97,8 @@ if ARCH == 90:
     from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     from specq_kernels import w4_hopper
 
-    layouts = [gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (16, 32)]
+    layouts = [gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+               for swizzle, bits in ((128, 16), (w4_hopper.CODES_SWIZZLE, 32))]
     for rows, form, silu, multipliers in ((16, 2, True, 1), (64, 0, False, 2)):
         constants = dict(BLOCK_M=rows, STAGES=4, MOST=4, FORM=form, SCALE_FP16=True, HAS_BIAS=True, HAS_RESIDUAL=True,
                          SILU=silu, MULTIPLIERS=multipliers)
