@@ -98,7 +98,7 @@ class EagleDrafting:
         if plan is None:
             plan = self._plans[len(trunk), depth] = _Plan(self, len(trunk), depth)
         # The round's own graphs, since what is captured reads its seed, temperature and ids.
-        key = (plan, rows, round_.sampler.form)
+        key = (plan, rows, round_.form)
         round_.graphs.run(key, lambda: self._draft(plan, round_, rows))
         return plan.tree
 

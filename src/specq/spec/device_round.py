@@ -87,12 +87,13 @@ class DeviceRound:
         self._logits: dict[tuple[int, Sampler], Tensor] = {}
         self._ran = 0, Sampler()
         self.user: Verifier | None = None
-        self.sampler, self.draw = Sampler(), Draw.of(0, 1.0, device)
+        self.sampler = self.form = Sampler()
+        self.draw = Draw.of(0, 1.0, device)
         self.seen = SeenIds(cache.max_len, device)
 
     def use(self, sampler: Sampler) -> None:
         """Sample as this one does from now on."""
-        self.sampler = sampler
+        self.sampler, self.form = sampler, sampler.form
         self.draw.seed.fill_(signed(sampler.seed))
         if sampler.temperature > 0:
             self.draw.temperature.fill_(sampler.temperature)
@@ -124,7 +125,7 @@ class DeviceRound:
 
     def run(self, count: int) -> None:
         """Do the round of what was loaded, of `count` nodes; nothing waits."""
-        self._ran = count, self.sampler.form
+        self._ran = count, self.form
         if count in BUCKETS:
             self.graphs.run(self._ran, lambda: self._run(count))
         else:

@@ -55,6 +55,8 @@ def load_pipeline(
     say = on_progress or (lambda text: None)
     recipe = recipe if isinstance(recipe, Recipe) else resolve(recipe)
     device = choose_device(device)
+    if device != "cpu":
+        torch.cuda.set_device(device)  # kernels, streams and graphs are made on the current one
     wanted = pipeline or recipe.pipeline.name
     snapshots = {role: _snapshot(ref, offline, say) for role, ref in model_refs(recipe, wanted).items()}
     target = snapshots["target"].path
