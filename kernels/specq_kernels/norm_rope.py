@@ -35,7 +35,7 @@ def rms_norm(
     sums = x.new_empty(sums_shape(x, group), dtype=torch.float32) if group else None
     block = max(256, triton.next_power_of_2(k))
     early = has_dependent_launch(x)
-    options = {} if interpreted() else {"num_warps": min(16, max(4, block // 1024)), "launch_pdl": early}
+    options = {} if interpreted() else {"num_warps": min(16, max(4, block // 256)), "launch_pdl": early}
     _rms_norm_kernel[(rows,)](
         x, residual if residual is not None else x, weight, y, h, sums if sums is not None else y, k,
         sums.shape[0] if sums is not None else 0, eps, HAS_RESIDUAL=residual is not None, GROUP=group or 0,
