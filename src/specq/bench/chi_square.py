@@ -21,6 +21,7 @@ from specq.spec.speculator import Speculator
 from specq.spec.tree import MAX_NODES, DraftTree
 from specq.spec.verifier import Verifier
 
+CPU = torch.device("cpu")
 VOCAB = 8
 DRAWS, TREE_DRAWS = 200_000, 4_000
 REJECTED = 1e-6
@@ -53,21 +54,26 @@ class SamplerTest:
         return asdict(self) | {"is_passed": self.is_passed}
 
 
-def sampler_tests(*, seed: int, say: Callable[[str], None] = lambda text: None) -> list[SamplerTest]:
-    """Every test; the same seed gives the same draws."""
+def sampler_tests(
+    *, seed: int, device: torch.device = CPU, say: Callable[[str], None] = lambda text: None
+) -> list[SamplerTest]:
+    """Every test, drawn on `device`, on a GPU by the kernel too; the same seed gives the same draws."""
     say("testing the sampler")
     rows = _logits()
     tests = [
-        SamplerTest(
-            name, DRAWS, _p(_counts(Sampler(seed=seed, **settings)(_many(rows[0]), _positions())), rows[0], settings)
-        )
+        SamplerTest(name, DRAWS, _p(_drawn(Sampler(seed=seed, **settings), rows[0], device), rows[0], settings))
         for name, settings in SETTINGS.items()
     ]
+    if device.type == "cuda":
+        for temperature in (1.0, 0.7):
+            drawn = drawn_by_kernel(rows[0], device, seed=seed, temperature=temperature)
+            p_value = _p(drawn, rows[0], {"temperature": temperature})
+            tests.append(SamplerTest(f"the kernel, temperature {temperature:g}", DRAWS, p_value))
     one: dict[str, Any] = {"temperature": 1.0}
     rounded = rows[0].bfloat16().float()
-    drawn = _counts(Sampler(seed=seed, **one)(_many(rounded), _positions()))
+    drawn = _drawn(Sampler(seed=seed, **one), rounded, device)
     tests.append(SamplerTest("logits of bfloat16", DRAWS, _p(drawn, rounded, one)))
-    wrong = _counts(Sampler(seed=seed, temperature=0.9)(_many(rows[0]), _positions()))
+    wrong = _drawn(Sampler(seed=seed, temperature=0.9), rows[0], device)
     tests.append(SamplerTest("control: draws at temperature 0.9", DRAWS, _p(wrong, rows[0], one), is_control=True))
     tests.append(
         SamplerTest("control: no residual", DRAWS, _p(_without_residual(rows[0], seed), rows[0], one), is_control=True)
@@ -84,12 +90,18 @@ def _logits() -> Tensor:
     return 1.2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
 
 
-def _positions() -> Tensor:
-    return torch.arange(DRAWS)
+def _drawn(sampler: Sampler, row: Tensor, device: torch.device) -> list[int]:
+    """How often each id was drawn, at as many positions as there are draws."""
+    positions = torch.arange(DRAWS, device=device)
+    return _counts(sampler(row.to(device).expand(DRAWS, VOCAB), positions))
 
 
-def _many(row: Tensor) -> Tensor:
-    return row.expand(DRAWS, VOCAB)
+def drawn_by_kernel(row: Tensor, device: torch.device, *, seed: int, temperature: float) -> list[int]:
+    """The same by the kernel that draws inside a round on a GPU; elsewhere its definition runs."""
+    from specq_kernels.sampling import Draw, gumbel_argmax  # imports Triton, which not every platform has
+
+    many = row.to(device).expand(DRAWS, VOCAB).contiguous()
+    return _counts(gumbel_argmax(many, torch.arange(DRAWS, device=device), Draw.of(seed, temperature, device)))
 
 
 def _counts(tokens: Tensor) -> list[int]:

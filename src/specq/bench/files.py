@@ -59,10 +59,12 @@ def csv_text(rows: Sequence[RowReport]) -> str:
     return out.getvalue()
 
 
-def markdown_text(rows: Sequence[RowReport], facts: Mapping[str, Any]) -> str:
-    """The tables with the facts a reader needs to repeat the measurement."""
+def markdown_text(
+    rows: Sequence[RowReport], facts: Mapping[str, Any], *, more: Sequence[Sequence[Sequence[str]]] = ()
+) -> str:
+    """The tables and `more` of them, with the facts a reader needs to repeat the measurement."""
     head = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return "\n\n".join([head, *map(_markdown_table, all_tables(rows))]) + "\n"
+    return "\n\n".join([head, *map(_markdown_table, [*all_tables(rows), *more])]) + "\n"
 
 
 def _markdown_table(lines: Sequence[Sequence[str]]) -> str:

@@ -32,14 +32,65 @@ class RowPrediction:
     predicted_speedup: float
     predicted_speedup_error: float
 
+
+@dataclass(frozen=True)
+class Comparison:
+    """A profile's forecasts and the rows they were for, at least one."""
+
+    forecasts: Forecasts
+    rows: tuple[RowPrediction, ...]
+
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        """All of it as JSON takes it."""
+        return {
+            "measured_at": self.forecasts.measured_at,
+            "context": self.forecasts.context,
+            "sampling": dict(self.forecasts.sampling),
+            "predictions": [asdict(row) for row in self.rows],
+        }
+
+    def table(self, reports: Sequence[RowReport]) -> list[list[str]]:
+        """Measured against predicted: decode rate, accept length, a round, and the speedup over plain."""
+        speedups = {report.name: report.overall.decode_speedup for report in reports}
+        lines = [["profile", "decode tok/s", "predicted", "off", "accept", "predicted", "round ms", "predicted", "off"]]
+        lines[0] += ["speedup", "predicted"]
+        for each in self.rows:
+            is_plain = each.row == reports[0].name
+            lines.append(
+                [
+                    each.row,
+                    number(each.measured_tps, 1),
+                    number(each.predicted_tps, 1),
+                    f"{100 * each.off:+.0f} %",
+                    number(each.measured_accept_len, 2),
+                    number(each.predicted_accept_len, 2),
+                    number(each.measured_round_ms, 2),
+                    number(each.predicted_round_ms, 2),
+                    f"{100 * each.round_off:+.0f} %",
+                    "1" if is_plain else interval(speedups[each.row]),
+                    "1" if is_plain else f"{each.predicted_speedup:.2f} ± {each.predicted_speedup_error:.2f}",
+                ]
+            )
+        return lines
+
+    def line(self, sampling: Mapping[str, Any]) -> str:
+        """How far the profile was off for the fastest rows, and what it was measured at where that differs."""
+        fastest = sorted(self.rows, key=lambda each: -each.measured_tps)[:BEST]
+        error = 100 * fmean(abs(each.off) for each in fastest)
+        of_rounds = 100 * fmean(abs(each.round_off) for each in fastest)
+        made = self.forecasts
+        line = (
+            f"the profile of {made.measured_at} is off by {error:.0f} % on average for the fastest {len(fastest)} "
+            f"(by {of_rounds:.0f} % in what a round costs); it holds for {made.context} tokens of context"
+        )
+        others = [f"{name} {value:g}" for name, value in made.sampling.items() if sampling.get(name) != value]
+        return f"{line} and was measured at {', '.join(others)}" if others else line
 
 
-def predict_rows(
+def compare(
     forecasts: Forecasts, contestants: Sequence[PipelineContestant], reports: Sequence[RowReport]
-) -> list[RowPrediction]:
-    """The predictions of those rows whose sizes the profile planned, in the order of the reports."""
+) -> Comparison | None:
+    """The predictions of those rows whose sizes the profile planned, in the order of the reports; None of none."""
     figures = {report.name: report.overall for report in reports}
     found = []
     for contestant in contestants:
@@ -47,7 +98,7 @@ def predict_rows(
         measured = figures.get(contestant.name)
         if forecast is not None and measured is not None and measured.decode_tps and measured.accept_len:
             found.append(_row(contestant.name, forecast, measured))
-    return found
+    return Comparison(forecasts, tuple(found)) if found else None
 
 
 def _forecast(forecasts: Forecasts, contestant: PipelineContestant) -> Forecast | None:
@@ -86,43 +137,3 @@ def _row(name: str, forecast: Forecast, measured: Figures) -> RowPrediction:
         predicted_speedup=forecast.gain,
         predicted_speedup_error=forecast.uncertainty,
     )
-
-
-def prediction_table(predictions: Sequence[RowPrediction], reports: Sequence[RowReport]) -> list[list[str]]:
-    """Measured against predicted: decode rate, accept length, a round, and the speedup over plain."""
-    if not predictions:
-        return []
-    speedups = {report.name: report.overall.decode_speedup for report in reports}
-    lines = [["profile", "decode tok/s", "predicted", "off", "accept", "predicted", "round ms", "predicted", "off"]]
-    lines[0] += ["speedup", "predicted"]
-    for each in predictions:
-        is_plain = each is predictions[0] and each.predicted_speedup_error == 0.0
-        lines.append(
-            [
-                each.row,
-                number(each.measured_tps, 1),
-                number(each.predicted_tps, 1),
-                f"{100 * each.off:+.0f} %",
-                number(each.measured_accept_len, 2),
-                number(each.predicted_accept_len, 2),
-                number(each.measured_round_ms, 2),
-                number(each.predicted_round_ms, 2),
-                f"{100 * each.round_off:+.0f} %",
-                "1" if is_plain else interval(speedups[each.row]),
-                "1" if is_plain else f"{each.predicted_speedup:.2f} ± {each.predicted_speedup_error:.2f}",
-            ]
-        )
-    return lines
-
-
-def prediction_line(predictions: Sequence[RowPrediction], forecasts: Forecasts, sampling: Mapping[str, Any]) -> str:
-    """How far the profile was off for the fastest rows, and what it was measured at where that differs."""
-    fastest = sorted(predictions, key=lambda each: -each.measured_tps)[:BEST]
-    error = 100 * fmean(abs(each.off) for each in fastest)
-    of_rounds = 100 * fmean(abs(each.round_off) for each in fastest)
-    line = (
-        f"the profile of {forecasts.measured_at} is off by {error:.0f} % on average for the fastest {len(fastest)} "
-        f"(by {of_rounds:.0f} % in what a round costs); it holds for {forecasts.context} tokens of context"
-    )
-    others = [f"{name} {value:g}" for name, value in forecasts.sampling.items() if sampling.get(name) != value]
-    return f"{line} and was measured at {', '.join(others)}" if others else line

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-PRODUCTS = ("w4a16", "w8a16", "w16a16", "dequantize", "gemm", "cutlass", "nvjet", "splitk")
+PRODUCTS = ("w4", "w8a16", "w16a16", "dequantize", "gemm", "cutlass", "nvjet", "splitk")
 ATTENTION = ("attention",)
 
 
@@ -54,6 +55,7 @@ def share_out(kernels: Iterable[Kernel], *, runs: int = 1) -> Shares:
 
 def traced_shares(run: Callable[[], object], *, runs: int = 5) -> Shares:
     """The shares of `run`, which asks a GPU for one step and does not wait."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to standard error when it starts
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:

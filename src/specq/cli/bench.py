@@ -25,10 +25,9 @@ from specq.cli.options import (
 from specq.errors import GateError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from specq.bench.prediction import RowPrediction
+    from specq.bench.prediction import Comparison
     from specq.bench.report import RowReport
     from specq.bench.run import Run
-    from specq.spec.decision import Forecasts
 
 MEASUREMENT, RESULT = "Measurement", "Output"
 
@@ -138,30 +137,26 @@ def bench(
             "repeats": repeats,
             **job.facts(matcher),
         }
-        predicted = job.predictions(rows)
-        if predicted is not None:
-            forecasts, predictions = predicted
-            facts["profile"] = {
-                "measured_at": forecasts.measured_at,
-                "context": forecasts.context,
-                "sampling": dict(forecasts.sampling),
-                "predictions": [each.record() for each in predictions],
-            }
+        forecast = job.predictions(rows)
         if output.as_json:
-            console.document(_document(facts, rows, run))
+            console.document(_document(facts, rows, run, forecast))
         else:
             _show(console, rows, run, facts)
-            if predicted is not None:
-                _show_predictions(console, predicted, rows, facts["sampling"])
-        _write_files(rows, facts, csv=csv, md=md, plot=plot)
+            if forecast is not None:
+                console.line(f"\n{table(forecast.table(rows))}\n{forecast.line(facts['sampling'])}")
+        more = [] if forecast is None else [forecast.table(rows)]
+        _write_files(rows, facts, csv=csv, md=md, plot=plot, more=more)
     _gate(rows, min_speedup)
 
 
-def _document(facts: Mapping[str, Any], rows: Sequence[RowReport], run: Run) -> dict[str, Any]:
+def _document(
+    facts: Mapping[str, Any], rows: Sequence[RowReport], run: Run, forecast: Comparison | None
+) -> dict[str, Any]:
     """All of it as one JSON document, raw samples inside."""
     return {
         **facts,
         "baseline": rows[0].name,
+        "profile": None if forecast is None else forecast.record(),
         "rows": [row.record() for row in rows],
         "skipped": run.skipped,
         "warmup_s": run.warmup_s,
@@ -188,20 +183,6 @@ def _show(console: Console, rows: Sequence[RowReport], run: Run, facts: Mapping[
     )
 
 
-def _show_predictions(
-    console: Console,
-    predicted: tuple[Forecasts, Sequence[RowPrediction]],
-    rows: Sequence[RowReport],
-    sampling: Mapping[str, Any],
-) -> None:
-    from specq.bench.prediction import prediction_line, prediction_table
-
-    forecasts, predictions = predicted
-    console.line()
-    console.line(table(prediction_table(predictions, rows)))
-    console.line(prediction_line(predictions, forecasts, sampling))
-
-
 def show_differences(console: Console, rows: Sequence[RowReport]) -> None:
     """A line for every answer that is not plain decoding's to the last token."""
     lines = [["differs", "prompt", "verdict", "at token", "margin", "shortfall", "why"]]
@@ -221,14 +202,20 @@ def _number(value: float | None) -> str:
 
 
 def _write_files(
-    rows: Sequence[RowReport], facts: Mapping[str, Any], *, csv: Path | None, md: Path | None, plot: Path | None
+    rows: Sequence[RowReport],
+    facts: Mapping[str, Any],
+    *,
+    csv: Path | None,
+    md: Path | None,
+    plot: Path | None,
+    more: Sequence[list[list[str]]],
 ) -> None:
     from specq.bench import files
 
     if csv is not None:
         files.write_text(csv, files.csv_text(rows))
     if md is not None:
-        files.write_text(md, files.markdown_text(rows, facts))
+        files.write_text(md, files.markdown_text(rows, facts, more=more))
     if plot is not None:
         environment = facts["environment"]
         title = f"{', '.join(environment['models'])}\n{environment['device']}, {facts['suite']['prompts']} prompts"

@@ -22,6 +22,8 @@ from specq.cli.options import (
 from specq.errors import GateError
 
 if TYPE_CHECKING:
+    import torch
+
     from specq.bench.chi_square import SamplerTest
     from specq.bench.report import RowReport
 
@@ -67,7 +69,8 @@ def verify(
         rows, matcher = job.judge(run, allow_code=False)
         facts = {"suite": {"name": chosen.name, "prompts": len(chosen.prompts), "digest": chosen.digest}}
         facts |= job.facts(matcher)
-        tests = _test_sampler(console, job.decoding.sampling.seed or 0) if statistics else []
+        seed, device = job.decoding.sampling.seed or 0, job.pipeline.target.device
+        tests = _test_sampler(console, seed, device) if statistics else []
         if output.as_json:
             console.document(_document(facts, rows, tests))
         else:
@@ -78,11 +81,11 @@ def verify(
         raise GateError(f"the sampler's test `{failed.name}` went wrong: p = {failed.p_value:.3g}")
 
 
-def _test_sampler(console: Console, seed: int) -> list[SamplerTest]:
+def _test_sampler(console: Console, seed: int, device: torch.device) -> list[SamplerTest]:
     from specq.bench.chi_square import sampler_tests
 
     with working(console) as say:
-        return sampler_tests(seed=seed, say=say)
+        return sampler_tests(seed=seed, device=device, say=say)
 
 
 def _document(facts: Mapping[str, Any], rows: Sequence[RowReport], tests: Sequence[SamplerTest]) -> dict[str, Any]:

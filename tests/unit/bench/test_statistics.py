@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specq.bench.chi_square import REJECTED, SETTINGS, exact_distribution, sampler_tests
+from specq.bench.chi_square import DRAWS, REJECTED, SETTINGS, drawn_by_kernel, exact_distribution, sampler_tests
 from specq.bench.statistics import bootstrap_interval, chi_square, geometric_mean, summarize_ratios
 
 
@@ -97,3 +97,12 @@ def test_a_biased_sampler_fails_the_tests(monkeypatch: pytest.MonkeyPatch) -> No
     original = sampling.gumbel_noise
     monkeypatch.setattr(sampling, "gumbel_noise", lambda seed, positions, ids: original(seed, positions, ids * 0))
     assert not any(test.is_passed for test in sampler_tests(seed=11) if not test.is_control)
+
+
+def test_draws_of_the_kernel_follow_the_exact_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the definition, which takes no hours
+    row = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -0.4, 0.9, -2.0])
+    drawn = drawn_by_kernel(row, torch.device("cpu"), seed=7, temperature=0.7)
+    assert sum(drawn) == DRAWS
+    assert chi_square(drawn, exact_distribution(row, temperature=0.7)) > REJECTED
+    assert chi_square(drawn, exact_distribution(row, temperature=0.8)) < REJECTED
