@@ -101,7 +101,10 @@ def test_rows_agree_bitwise_across_tile_sizes(rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "k", "form"), [(1008, 1000, "symmetric"), (768, 2048, "zeros"), (512, 4096, "minima")])
+@pytest.mark.parametrize(
+    ("n", "k", "form"),
+    [(1008, 1000, "symmetric"), (768, 2048, "zeros"), (512, 4096, "minima"), (40960, 512, "symmetric")],
+)  # the last has more units than run at once
 def test_warps_of_separate_roles_give_the_same_bits(n: int, k: int, form: str, dtype: torch.dtype) -> None:
     if not runs_roles(128):
         pytest.skip("not a Hopper GPU")
