@@ -38,8 +38,24 @@ def test_a_table_of_matrices_and_one_of_scores(call, source: Path, small: list[s
     assert done.code == 0
     assert "self_attn.q_proj  64x64" in done.out
     assert "rounding to nearest" in done.out
+    assert "Embeddings, head, norms and biases are in 16 bits." in done.out
+    assert "seconds, at most" in done.out
     assert str(tmp_path / "out") in done.out
     assert "groups of 64" in done.err
+
+
+def test_a_head_and_what_stays_in_16_bits_are_in_the_table(call, small: list[str], tmp_path: Path) -> None:
+    source = write_model(tmp_path / "odd", tiny_config(intermediate_size=100, tie_word_embeddings=True))
+    done = call("quantize", source, "-o", tmp_path / "out", *small, "--head-bits", "8")
+    assert done.code == 0
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.strip()}
+    assert rows["lm_head"][1:4] == ["320x64", "8", "64"]
+    assert rows["lm_head"][5] == "-"  # one matrix has no worst layer
+    assert rows["mlp.down_proj"][2:6] == ["16", "-", "-", "-"]
+    assert "64x100" in rows["mlp.down_proj"]
+    assert "100 inputs, no multiple of 8: left in 16 bits" in done.out
+    assert "the head gets a copy" in done.err
+    assert call("quantize", source, "-o", tmp_path / "b", *small, "--head-bits", "5").code == 2
 
 
 def test_json_is_one_document_with_every_matrix(call, source: Path, small: list[str], tmp_path: Path) -> None:

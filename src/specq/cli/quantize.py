@@ -127,8 +127,8 @@ def quantize(
             "--share-embeddings",
             metavar="TARGET",
             panel=RESULT,
-            help="For an intermediate of TARGET: leave embedding, output head and tokenizer to that model; what is in 4 "
-            "bits already stays as it is.",
+            help="For an intermediate of TARGET: leave embedding, output head and tokenizer to that model; 4 bits stay "
+            "as they are.",
         ),
     ] = None,
     overwrite: Annotated[
@@ -325,16 +325,18 @@ def _public_name(model: str, path: Path) -> str:
 
 
 def _show(console: Console, report: Report) -> None:
-    from specq.compress.card import evaluation_rows
+    from specq.compress.card import evaluation_rows, what_stays
 
     console.line(table(matrix_rows(report.matrices)))
+    console.line(what_stays(report))
     console.line()
     console.line(table(evaluation_rows(report)))
     memory = f"{size_text(report.peak_host_bytes)} of host memory" if report.peak_host_bytes else ""
     if report.peak_device_bytes is not None:
         memory += f", {size_text(report.peak_device_bytes)} on the device"
     console.line()
-    console.line(f"{report.output}: {size_text(report.num_bytes)}, {report.seconds / 60:.1f} minutes, at most {memory}")
+    took = f"{report.seconds / 60:.1f} minutes" if report.seconds >= 90 else f"{report.seconds:.0f} seconds"
+    console.line(f"{report.output}: {size_text(report.num_bytes)}, {took}, at most {memory}")
 
 
 def _show_left(console: Console, report: SharingReport) -> None:
@@ -353,6 +355,8 @@ def _show_head(console: Console, report: HeadReport) -> None:
 
 def matrix_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:
     """A table with a row for each kind of matrix: shape, bits, group, mean and worst output error, bytes, remark."""
+    from specq.compress.card import error_text
+
     kinds: dict[str, list[MatrixReport]] = {}
     for matrix in matrices:
         kinds.setdefault(matrix.place[1], []).append(matrix)
@@ -360,8 +364,11 @@ def matrix_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:
     for name, found in kinds.items():
         first = found[0]
         errors = [(matrix.error, matrix.place[0]) for matrix in found if matrix.error is not None]
-        mean = f"{sum(error for error, _ in errors) / len(errors):.5f}" if errors else "-"
-        worst = "{:.5f} in layer {}".format(*max(errors)) if errors and len(found) > 1 else "-"
+        mean = error_text(sum(error for error, _ in errors) / len(errors)) if errors else "-"
+        worst = "-"
+        if len(errors) > 1:
+            error, layer = max(errors)
+            worst = f"{error_text(error)} in layer {layer}"
         group = "-" if first.group_size is None else str(first.group_size)
         size = size_text(sum(matrix.num_bytes for matrix in found))
         rows.append([name, f"{first.rows}x{first.columns}", str(first.bits), group, mean, worst, size, first.remark])

@@ -32,7 +32,7 @@ def model_card(report: Report) -> str:
         f"# {provenance.name} in 4 bits",
         "",
         f"`{provenance.name}`{revision}, its matrices in 4 bits by {method} ({kind}, {group}{order}), stored as "
-        f"`{settings.format}`. {_rest(report)} {report.num_bytes / 1e6:.0f} MB.",
+        f"`{settings.format}`. {what_stays(report)} {report.num_bytes / 1e6:.0f} MB.",
         "",
         "## Evaluation",
         "",
@@ -60,7 +60,7 @@ def model_card(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _rest(report: Report) -> str:
+def what_stays(report: Report) -> str:
     """What is not in 4 bits, as a sentence or two."""
     if report.shared is not None:
         return (
@@ -90,10 +90,17 @@ def layer_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:
         short = name.split(".")[-1].removesuffix("_proj")
         if short not in names:
             names.append(short)
-        text = "16 bits" if matrix.group_size is None else "-" if matrix.error is None else f"{matrix.error:.5f}"
+        text = "16 bits" if matrix.bits == 16 else error_text(matrix.error)
         by_layer.setdefault(layer, {})[short] = text
     rows = ([layer, *(errors.get(name, "") for name in names)] for layer, errors in by_layer.items())
     return [["layer", *names], *rows]
+
+
+def error_text(error: float | None) -> str:
+    """An output error for a table, "-" where none is known."""
+    if error is None:
+        return "-"
+    return f"{error:.5f}" if error >= 1e-4 else f"{error:.1e}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:

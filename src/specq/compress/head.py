@@ -33,7 +33,7 @@ def rounded_head(weight: Tensor, grid: Grid, *, rows_at_once: int, device: str) 
 def dense_report(matrix: MatrixPlan, *, is_tied: bool) -> MatrixReport:
     """The report of a head that could not be packed; a tied one is stored with the embedding."""
     num_bytes = 0 if is_tied else 2 * matrix.rows * matrix.columns
-    return MatrixReport(HEAD_NAME, matrix.rows, matrix.columns, None, 0.0, num_bytes, remark=matrix.remark, bits=16)
+    return MatrixReport(HEAD_NAME, matrix.rows, matrix.columns, None, None, num_bytes, remark=matrix.remark, bits=16)
 
 
 def quantize_head(

@@ -20,7 +20,7 @@ from specq.compress.evaluation import Score, evaluate
 from specq.compress.head import dense_report, quantize_head
 from specq.compress.layer_files import LayerWorkspace
 from specq.compress.layers import LayerQuantizer, MatrixReport, Stream
-from specq.compress.plan import Plan, Settings, peak_bytes
+from specq.compress.plan import Plan, Settings, activation_bytes, peak_bytes
 from specq.errors import NotEnoughMemoryError
 from specq.models.inventory import EMBEDDING
 from specq.models.loader import choose_dtype
@@ -55,14 +55,27 @@ class Job:
         self.device, self.say = device, on_progress
         self.dtype = choose_dtype("auto", spec, device)
 
-    def require_memory(self) -> None:
-        """Raise NotEnoughMemoryError when one layer and its largest product do not fit the device."""
-        needed, free = peak_bytes(self.spec, itemsize=self.dtype.itemsize), free_bytes(self.device)
-        if free is not None and needed > free:
-            raise NotEnoughMemoryError(
-                f"quantizing needs {needed / 1e9:.1f} GB on `{self.device}`, {free / 1e9:.1f} GB are free",
-                hint="stop what else uses it, or quantize on the CPU with --device cpu",
-            )
+    def require_memory(self, num_tokens: int) -> None:
+        """Raise NotEnoughMemoryError when one layer, its largest product and the activations do not fit."""
+        solving = peak_bytes(self.spec, itemsize=self.dtype.itemsize)
+        kept = activation_bytes(self.spec, num_tokens, itemsize=self.dtype.itemsize)
+        spills = self._spills(num_tokens)
+        for device, needed in ((self.device, solving if spills else solving + kept), ("cpu", kept if spills else 0)):
+            free = free_bytes(device)
+            if free is not None and needed > free:
+                hint = "fewer --samples need less" if kept > solving else "stop what else uses it"
+                raise NotEnoughMemoryError(
+                    f"quantizing needs {needed / 1e9:.1f} GB on `{device}`, {free / 1e9:.1f} GB are free", hint=hint
+                )
+
+    def _spills(self, num_tokens: int) -> bool:
+        """Whether the activations stay on the host, as they do not fit the GPU beside the solver."""
+        if not self.device.startswith("cuda"):
+            return False
+        needed = peak_bytes(self.spec, itemsize=self.dtype.itemsize)
+        needed += activation_bytes(self.spec, num_tokens, itemsize=self.dtype.itemsize)
+        free = free_bytes(self.device)
+        return free is not None and needed > DEVICE_SHARE * free
 
     def quantize_layers(self, workspace: LayerWorkspace, tokens: TokenSet | None) -> tuple[int, list[MatrixReport]]:
         """How many layers an earlier run had done, and the reports of all; the head counts as one after the last."""
@@ -138,10 +151,7 @@ class Job:
         """The embedded calibration text, twice; on the host where it does not fit beside the solver."""
         device = torch.device(self.device)
         table = self.weights.tensor(EMBEDDING)
-        width = self.spec.hidden + self.spec.heads * self.spec.head_dim
-        needed = 2 * tokens.numel() * width * self.dtype.itemsize + peak_bytes(self.spec, itemsize=self.dtype.itemsize)
-        free = free_bytes(self.device)
-        on_host = free is not None and needed > DEVICE_SHARE * free
+        on_host = self._spills(tokens.numel())
         streams = tuple(
             Stream(Activations(device, on_host=on_host), Activations(device, on_host=on_host)) for _ in range(2)
         )

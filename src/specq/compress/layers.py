@@ -28,7 +28,7 @@ from specq.tensors import WeightSource
 @dataclass(frozen=True)
 class MatrixReport:
     """What became of one matrix: shape, columns a group (None: left in 16 bits), output error relative to the output
-    (None for rounding, which sees no inputs), bytes written, damping used, columns without input, a remark, bits."""
+    (None where nothing was solved), bytes written, damping used, columns without input, a remark, bits."""
 
     name: str
     rows: int
@@ -235,7 +235,7 @@ class _Part:
     def report(self, name: str, matrix: MatrixPlan, stored: Mapping[str, Tensor]) -> MatrixReport:
         if self.packed is None:
             num_bytes = 2 * self.dense.numel()
-            return MatrixReport(name, matrix.rows, matrix.columns, None, 0.0, num_bytes, remark=matrix.remark, bits=16)
+            return MatrixReport(name, matrix.rows, matrix.columns, None, None, num_bytes, remark=matrix.remark, bits=16)
         solutions = [] if self.solution is None else [self.solution]
         return matrix_report(name, matrix, stored, solutions, self.index)
 

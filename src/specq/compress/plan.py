@@ -136,6 +136,11 @@ def peak_bytes(spec: ModelSpec, *, itemsize: int) -> int:
     return weights + solving
 
 
+def activation_bytes(spec: ModelSpec, num_tokens: int, *, itemsize: int) -> int:
+    """Bytes of the calibration's activations: the residual stream and what o reads, of two copies of the text."""
+    return 2 * num_tokens * (spec.hidden + spec.heads * spec.head_dim) * itemsize
+
+
 def disk_bytes(spec: ModelSpec, plan: Plan) -> int:
     """Bytes the finished folder takes, within a percent or two."""
     dense = {name: shape for name, shape in expected_tensors(spec).items() if not name.startswith("model.layers.")}
@@ -175,6 +180,10 @@ def _plan(name: str, rows: int, columns: int, group_size: int, settings: Setting
     if rows % pack or columns % pack:
         size, what = (rows, "outputs") if rows % pack else (columns, "inputs")
         return MatrixPlan(name, rows, columns, None, f"{size} {what}, no multiple of {pack}: left in 16 bits")
+    is_uneven = group_size != -1 and columns % group_size != 0
+    if is_uneven and settings.format == "compressed-tensors":
+        reason = f"{columns} inputs, no multiple of {group_size}, and no shorter last group in the format"
+        return MatrixPlan(name, rows, columns, None, f"{reason}: left in 16 bits")
     grid = Grid(
         min(group_size, columns) if group_size != -1 else -1,
         is_symmetric=settings.symmetric,
@@ -182,7 +191,7 @@ def _plan(name: str, rows: int, columns: int, group_size: int, settings: Setting
         bits=bits,
     )
     remark = ""
-    if group_size != -1 and columns % group_size:
+    if is_uneven:
         remark = f"a last group of {columns % group_size} columns, {columns} inputs in groups of {group_size}"
     return MatrixPlan(name, rows, columns, grid, remark)
 
@@ -193,8 +202,8 @@ def _warnings(odd: list[MatrixPlan]) -> tuple[str, ...]:
     if kinds["short"]:
         names = ", ".join(f"`{matrix.name}`" for matrix in odd if matrix.grid is not None)
         said.append(
-            f"the group size does not divide the inputs of {names}: their last group is shorter, which vLLM, SGLang "
-            "and compressed-tensors refuse; specq reads it"
+            f"the group size does not divide the inputs of {names}: their last group is shorter, which specq reads and "
+            "vLLM, SGLang and GPTQModel refuse"
         )
     if kinds["16"]:
         names = ", ".join(f"`{matrix.name}` ({matrix.remark})" for matrix in odd if matrix.grid is None)

@@ -148,14 +148,12 @@ def _prepare(
         torch.cuda.init()  # before it the device is unknown to the next line
         torch.cuda.reset_peak_memory_stats(device)
     job = Job(spec, weights, plan, settings, device, on_progress, shared=shared)
-    job.require_memory()
     tokenizer = Tokenizer.load(source if lender is None else lender.path)
     tokens = None
     if settings.method == "gptq":
-        length = min(calibration.seq_len, spec.max_context)
-        samples = calibration.samples or -(-TOKENS_AN_INPUT * plan.widest // length)
-        tokens = calibration_tokens(tokenizer, calibration.source, samples=samples, seq_len=length, offline=offline)
+        tokens = _calibrate(spec, plan, tokenizer, calibration, offline)
         _check_ids(spec, tokens)
+    job.require_memory(0 if tokens is None else tokens.tokens.numel())
     held_out = evaluation_tokens(
         tokenizer, samples=EVALUATION_SAMPLES, seq_len=min(EVALUATION_LENGTH, spec.max_context)
     )
@@ -174,6 +172,20 @@ def _prepare(
         "specq": package_version("specq"),
     }
     return _Task(source, output, tokenizer, job, tokens, held_out, fingerprint)
+
+
+def _calibrate(
+    spec: ModelSpec, plan: Plan, tokenizer: Tokenizer, calibration: Calibration, offline: bool | None
+) -> TokenSet:
+    """The calibration's tokens; says where there are fewer or shorter sequences than asked for."""
+    length = min(calibration.seq_len, spec.max_context)
+    if length < calibration.seq_len:
+        log.info("sequences of %d tokens: the model sees no more", length)
+    samples = calibration.samples or -(-TOKENS_AN_INPUT * plan.widest // length)
+    tokens = calibration_tokens(tokenizer, calibration.source, samples=samples, seq_len=length, offline=offline)
+    if len(tokens.tokens) < samples:
+        log.warning("the text has %d sequences of %d tokens, not %d", len(tokens.tokens), length, samples)
+    return tokens
 
 
 def _write(task: _Task, workspace: LayerWorkspace) -> tuple[Path, int]:

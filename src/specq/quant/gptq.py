@@ -142,7 +142,10 @@ def solve(weight: Tensor, hessian: Tensor, grid: Grid, *, shortfall: Tensor | No
     weight = weight.float()
     diagonal = hessian.diagonal()
     if not bool(torch.isfinite(hessian).all()):
-        raise SpecqError("the inputs of a product are not finite", hint="try other calibration text or --dtype float32")
+        raise SpecqError(
+            "the inputs of a product are not finite",
+            hint="give other text with --calib, or --device cpu, which computes in float32",
+        )
     dead = diagonal == 0
     diagonal[dead] = 1.0 if bool(dead.all()) else diagonal[~dead].mean()
     importance = diagonal.clone()

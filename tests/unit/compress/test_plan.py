@@ -8,7 +8,7 @@ import pytest
 from factories import tiny_config
 
 from specq.checkpoint import ModelSpec
-from specq.compress.plan import Plan, Settings, peak_bytes, plan_quantization
+from specq.compress.plan import Plan, Settings, activation_bytes, peak_bytes, plan_quantization
 from specq.errors import UnsupportedError, UsageError
 from specq.quant.gptq import Grid
 
@@ -34,6 +34,14 @@ def test_a_size_that_32_does_not_divide_gets_a_shorter_last_group() -> None:
     assert "last group of 48 columns" in down.remark
     assert any("mlp.down_proj" in text and "vLLM" in text for text in plan.warnings)
     assert plan.of("mlp.up_proj").remark == ""
+
+
+def test_a_format_without_shorter_groups_leaves_an_uneven_size_in_16_bits() -> None:
+    plan = plan_of(Settings(format="compressed-tensors"), intermediate_size=176)
+    assert plan.of("mlp.down_proj").grid is None
+    assert "176 inputs, no multiple of 64" in plan.of("mlp.down_proj").remark
+    assert plan.of("mlp.up_proj").grid == Grid(64)
+    assert any("not quantized" in text for text in plan.warnings)
 
 
 def test_a_forced_group_is_kept_where_it_does_not_divide() -> None:
@@ -127,3 +135,5 @@ def test_a_layer_of_a_70b_model_fits_a_24_gb_card() -> None:
         )
     )
     assert peak_bytes(spec, itemsize=2) < 22e9
+    # Two copies of the residual stream and of what o reads; beside 4 GiB of the output they fit 64 GB of RAM.
+    assert activation_bytes(spec, 128 * 2048, itemsize=2) == 4 * 128 * 2048 * 8192 * 2 < 18e9

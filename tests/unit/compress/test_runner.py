@@ -23,7 +23,7 @@ from specq.checkpoint import ModelSpec, read_config
 from specq.compress.plan import Settings
 from specq.compress.report import Provenance, Report
 from specq.compress.runner import Calibration, quantize
-from specq.errors import DiskFullError, SpecqError, UnsupportedError, UsageError
+from specq.errors import DiskFullError, NotEnoughMemoryError, SpecqError, UnsupportedError, UsageError
 from specq.models.loader import load_model
 from specq.spec.tree import chain
 from specq.tensors import open_weights
@@ -354,6 +354,32 @@ def test_a_mixture_of_experts_is_refused_by_name(run: Run, source: Path) -> None
     (source / "config.json").write_text(json.dumps({**config, "model_type": "mixtral"}))
     with pytest.raises(UnsupportedError, match="mixtral"):
         run(source)
+
+
+def test_too_little_memory_is_said_before_work_starts(
+    run: Run, source: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("specq.compress.job.free_bytes", lambda device: 700_000)
+    with pytest.raises(NotEnoughMemoryError, match="GB on `cpu`") as caught:
+        run(source, on_progress=said.append, calibration=Calibration(text, samples=64, seq_len=64))
+    assert "--samples" in str(caught.value.hint)
+    assert not said
+    monkeypatch.setattr("specq.compress.job.free_bytes", lambda device: 10)
+    with pytest.raises(NotEnoughMemoryError):
+        run(source, method="rtn")
+
+
+def test_shorter_and_fewer_sequences_than_asked_for_are_said(
+    run: Run, source: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "specq"):
+        run(source, calibration=Calibration(text, samples=4, seq_len=64))
+        assert "sequences" not in caplog.text
+        report = run(source, "long", calibration=Calibration(text, samples=1000, seq_len=4000))
+    assert "sequences of 512 tokens: the model sees no more" in caplog.text
+    assert report.calibration is not None
+    assert f"the text has {report.calibration['samples']} sequences of 512 tokens, not 1000" in caplog.text
 
 
 def test_too_little_disk_is_said_before_work_starts(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
