@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from heads import write_head
 
-from specq.models.eagle_loader import HeadFiles
+from specq.models.eagle_files import HeadFiles
 
 ANSWER = ("--max-new-tokens", "12", "--temperature", "0", "--dtype", "float32", "--json")
 

@@ -9,7 +9,7 @@ from factories import tiny_config
 
 from specq.checkpoint import ModelSpec
 from specq.hub import SHIPPED, resolve_model
-from specq.models.eagle_loader import HeadFiles
+from specq.models.eagle_files import HeadFiles
 from specq.models.inventory import check_tensors
 from specq.models.loader import model_spec
 from specq.models.shared import lent_names, read_shared

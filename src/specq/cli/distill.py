@@ -107,7 +107,8 @@ def distill(
         from specq.hub import resolve_model
         from specq.models.shared import read_shared
         from specq.spec.load import choose_device
-        from specq.train.distill import Job, distill
+        from specq.train.distill import distill
+        from specq.train.job import Job
 
         progress = console.progress()
         try:

@@ -16,7 +16,7 @@ from torch import Tensor
 from specq.compress.plan import Settings
 from specq.compress.report import Provenance
 from specq.errors import UsageError
-from specq.models.eagle_loader import HeadFiles
+from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_writer import BITS_KEY, HEAD_BITS_KEY, HEAD_MANIFEST, is_packable, write_head
 from specq.storage import require_space
 from specq.workspace import Workspace, check_output, open_workspace

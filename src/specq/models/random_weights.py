@@ -13,9 +13,9 @@ from torch import Tensor
 from specq.checkpoint import ModelSpec, QuantSpec, read_config
 from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
-from specq.models.eagle_loader import ATTENTION, MLP, MLP_NORM, HeadFiles
+from specq.models.eagle_files import ATTENTION, MLP, MLP_NORM, HeadFiles
 from specq.models.inventory import expected_tensors
-from specq.models.loader import build_model
+from specq.models.loader import Engine, build_model
 from specq.quant.packed import PackedWeight
 
 GROUP = 128
@@ -76,10 +76,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def random_model(config: Mapping[str, Any], *, device: str, dtype: str) -> CausalLM:
+def random_model(config: Mapping[str, Any], *, device: str, dtype: str, use_graphs: bool = True) -> CausalLM:
     """A model of this config with random weights, all made on `device`; see RandomWeights for their form."""
     spec = ModelSpec.from_config(config)
-    return build_model(spec, RandomWeights(spec, torch.device(device)), device=device, dtype=dtype)
+    source = RandomWeights(spec, torch.device(device))
+    return build_model(spec, source, device=device, dtype=dtype, engine=Engine(use_graphs=use_graphs))
 
 
 def random_head(target: CausalLM) -> HeadFiles:

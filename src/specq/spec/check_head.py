@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError
-from specq.models.eagle_loader import HeadFiles
+from specq.models.eagle_files import HeadFiles
 from specq.tensor_files import find_files, open_file, safe_path
 from specq.tokenizer import Tokenizer
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from specq.checkpoint import ModelSpec
 from specq.errors import UnsupportedError
 from specq.hub import Snapshot
-from specq.models.eagle_loader import HeadFiles, build_head
+from specq.models.eagle_files import HeadFiles
+from specq.models.eagle_loader import build_head
 from specq.models.loader import Engine, check_memory, load_model, model_spec
 from specq.spec.check import check_pair
 from specq.spec.check_head import head_bytes

@@ -12,7 +12,8 @@ from specq.errors import UnsupportedError, UsageError
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
-from specq.models.eagle_loader import HeadFiles, redraft
+from specq.models.eagle_files import HeadFiles
+from specq.models.eagle_loader import redraft
 from specq.recipe import Recipe
 from specq.spec.drafters import NoDrafter, PromptLookup, SequenceDrafter
 from specq.spec.eagle_tree import EagleTree, TreeShape
@@ -99,6 +100,10 @@ class HeadSeat:
         key = (shape, head.head_bits)
         if key not in self.draftings or self.draftings[key].verified is not verifier.cache:
             self.draftings[key] = EagleDrafting(head, self.cache, verifier.cache, shape)
+            if not self.draftings[key].fits(0, shape.depth):
+                log.warning(
+                    f"trees of {shape.depth} levels of {shape.top_k} are drafted in torch: the head runs too many"
+                )
         return self.draftings[key]
 
 

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from specq.checkpoint import ModelSpec, read_config
 from specq.environment import describe_environment
-from specq.errors import UsageError
-from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
-from specq.models.eagle_loader import HeadFiles, load_head
+from specq.models.eagle_files import HeadFiles
+from specq.models.eagle_loader import load_head
 from specq.models.eagle_writer import BITS_KEY, HEAD_BITS_KEY, HEAD_MANIFEST, write_head
-from specq.models.loader import Engine, check_memory, load_model, model_spec
+from specq.models.loader import check_memory, load_model, model_spec
 from specq.models.shared import KEY as SHARED_KEY
 from specq.models.shared import MANIFEST as INTERMEDIATE_MANIFEST
-from specq.models.shared import describe_lender, read_shared, require_lender, without_lender
-from specq.recipe import OWN_NAMES, DistillSection, Recipe
+from specq.models.shared import describe_lender
+from specq.recipe import OWN_NAMES
 from specq.storage import cache_dir, require_space
-from specq.tensors import gguf_config, open_weights
+from specq.tensors import open_weights
 from specq.tokenizer import Tokenizer
 from specq.train import card, evaluation
 from specq.train.data import (
@@ -39,15 +35,21 @@ from specq.train.data import (
 from specq.train.eagle import HeadTask
 from specq.train.generate import AnswerWriter
 from specq.train.intermediate import IntermediateTask, choose_layers, layer_importance
+from specq.train.job import (
+    TRAINING,
+    Job,
+    check_lender,
+    check_settings,
+    copy_tokenizer,
+    fingerprint,
+    load_target,
+    source_config,
+    target_digest,
+)
 from specq.train.loop import Progress, Task, train
 from specq.workspace import Workspace, check_output, open_workspace
 
-TRAINING = Engine(use_kernels=False)
-"""What is trained needs gradients, and a student is cut from the target's dense matrices."""
-
 IMPORTANCE_BATCHES = 4
-DIGEST_BYTES = 1 << 16
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 ANSWERS_AT_ONCE = {"cpu": 16, "cuda": 2048}
 DISK_BYTES = 28
 """Disk a trained parameter takes at most: two checkpoints of weight and moments in fp32, and the finished weight."""
@@ -55,41 +57,7 @@ DISK_BYTES = 28
 CACHE_PART = 4
 """Answers written at once may take a quarter of a GPU's free memory for K and V."""
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train, from what, and where it goes; `start` is the folder of the head to begin with.
-
-    `lender` is the model whose embedding the target uses, where that was saved without one.
-    """
-
-    kind: str  # "eagle" or "intermediate"
-    recipe: Recipe
-    target: Snapshot
-    output: Path
-    device: str
-    dtype: str = "auto"
-    start: Path | None = None
-    lender: Snapshot | None = None
-    overwrite: bool = False
-
-    @property
-    def settings(self) -> DistillSection:
-        return self.recipe.distill
 
 
 @dataclass(frozen=True)
@@ -124,8 +92,8 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     settings = job.settings
     check_output(job.output, overwrite=job.overwrite)
     spec = model_spec(job.target.path)
-    _check_settings(job.kind, settings, spec)
-    _check_lender(job)
+    check_settings(job.kind, settings, spec)
+    check_lender(job)
     training, held_out = choose_prompts(settings)
     tokenizer = Tokenizer.load(job.lender.path if job.lender else job.target.path)
     longest = settings.length - 1
@@ -135,82 +103,14 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
         [(spec, job.target.path, settings.length)], device=job.device, dtype=job.dtype, use_kernels=TRAINING.use_kernels
     )
     workspace = Workspace(job.output)
-    with open_workspace(workspace, _fingerprint(job, digest), verb="distill", overwrite=job.overwrite):
+    with open_workspace(workspace, fingerprint(job, digest), verb="distill", overwrite=job.overwrite):
         say(f"loading {job.target.repo_id or job.target.path.name}")
-        model = _load_target(job)
+        model = load_target(job)
         sequences = _answers(job, model, tokenizer, prompts, digest, say)
         run = _Run(job, model, tokenizer, sequences, held_out_ids, digest)
         manifest = _distill_head(run, workspace, say) if job.kind == "eagle" else _distill_model(run, workspace, say)
         workspace.publish()
     return manifest
-
-
-def _check_lender(job: Job) -> None:
-    """Raise unless a target that was saved without its embedding has a lender, and is to get a head."""
-    shared, lender = read_shared(job.target.path), job.lender
-    if shared is None:
-        return
-    if lender is None or job.kind != "eagle":
-        raise without_lender(job.target.path, shared)
-    require_lender(shared, open_weights(lender.path, model_spec(lender.path)), name=shared.lender)
-
-
-def _load_target(job: Job) -> CausalLM:
-    place: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "engine": TRAINING}
-    # Of the lender only embedding and head outlive this.
-    lender = None if job.lender is None else load_model(job.lender.path, **place)
-    return load_model(job.target.path, lender=lender, **place)
-
-
-def _check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> None:
-    """Raise UsageError naming the first setting that does not go with this kind of drafter and this target."""
-    if kind == "eagle":
-        if settings.layers is not None:
-            raise UsageError("a head has no layers to choose", hint="leave out --layers, or give --kind intermediate")
-        if settings.share_embeddings:
-            raise UsageError(
-                "--share-embeddings is for intermediates: a head always uses the target's embedding",
-                hint="leave it out, or give --kind intermediate",
-            )
-        if settings.trim_vocab is not None and settings.trim_vocab >= target.vocab:
-            raise UsageError(
-                f"--trim-vocab {settings.trim_vocab} leaves nothing out of a vocabulary of {target.vocab}",
-                hint="give a smaller number, or leave it out",
-            )
-        return
-    for value, flag in (
-        (settings.trim_vocab, "--trim-vocab"),
-        (settings.start, "--from"),
-        (settings.bits != 16 or None, "--bits"),
-    ):
-        if value is not None:
-            raise UsageError(f"{flag} is for EAGLE heads", hint="leave it out, or give --kind eagle")
-    if settings.layers is None:
-        raise UsageError("an intermediate needs a number of layers", hint="give --layers N")
-    if settings.layers >= target.layers:
-        raise UsageError(
-            f"{settings.layers} layers cannot be cut from a model of {target.layers}",
-            hint=f"give --layers 1 to {target.layers - 1}",
-        )
-
-
-def target_digest(path: Path) -> str:
-    """A hash of the target: its configs and, of every file of weights, name, size and both ends."""
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in WEIGHT_SUFFIXES)
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with open(file, "rb") as handle:
-            digest.update(handle.read(DIGEST_BYTES))
-            handle.seek(max(0, size - DIGEST_BYTES))
-            digest.update(handle.read(DIGEST_BYTES))
-    return digest.hexdigest()
-
-
-def _fingerprint(job: Job, digest: str) -> dict[str, Any]:
-    """What a resumed run must have in common with the one it goes on with."""
-    return {"kind": job.kind, "target": digest, "dtype": job.dtype, **job.settings.model_dump(mode="json")}
 
 
 def _answers(
@@ -346,22 +246,3 @@ def _manifest(run: _Run, progress: Progress, results: list[dict[str, Any]]) -> d
         "settings": job.settings.model_dump(mode="json"),
         "environment": describe_environment(job.device),
     }
-
-
-def source_config(path: Path) -> dict[str, Any]:
-    """The target's config.json, or what its GGUF header makes of one."""
-    if path.is_dir() and (path / "config.json").is_file():
-        return dict(read_config(path))
-    return dict(gguf_config(path if path.is_file() else next(path.glob("*.gguf"))))
-
-
-def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy the target's tokenizer files, or those made of its GGUF file."""
-    origin = path
-    if path.is_file() or not (path / "tokenizer.json").is_file():
-        from specq import gguf_tokenizer
-
-        origin = gguf_tokenizer.convert(path) if path.is_file() or any(path.glob("*.gguf")) else path
-    for name in TOKENIZER_FILES:
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, folder / name)

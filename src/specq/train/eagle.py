@@ -17,7 +17,7 @@ from specq.checkpoint import ModelSpec, RopeSpec
 from specq.errors import UnsupportedError
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import HeadSpec
-from specq.models.eagle_loader import HeadFiles
+from specq.models.eagle_files import HeadFiles
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 from specq.quant.linear import DenseLinear

@@ -18,7 +18,8 @@ from torch import Tensor
 from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError, UnsupportedError
 from specq.models.causal_lm import CausalLM
-from specq.models.eagle_loader import HeadFiles, load_head
+from specq.models.eagle_files import HeadFiles
+from specq.models.eagle_loader import load_head
 from specq.spec.tree import chain
 
 

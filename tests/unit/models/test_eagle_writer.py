@@ -12,7 +12,8 @@ from tiny_heads import CONFIG, run, tiny_tensors
 
 from specq.errors import UnsupportedError, UsageError
 from specq.models.causal_lm import CausalLM
-from specq.models.eagle_loader import HeadFiles, load_head
+from specq.models.eagle_files import HeadFiles
+from specq.models.eagle_loader import load_head
 from specq.models.eagle_writer import HEAD_MANIFEST, pack_head, write_head
 from specq.quant.draft_head import Int8Linear
 from specq.quant.linear import DenseLinear, Int4Linear, QuantLinear

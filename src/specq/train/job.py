@@ -1,0 +1,145 @@
+"""What a distillation is asked to do, what must be right before it begins, and the target it learns from."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specq.checkpoint import ModelSpec, read_config
+from specq.errors import UsageError
+from specq.hub import Snapshot
+from specq.models.causal_lm import CausalLM
+from specq.models.loader import Engine, load_model, model_spec
+from specq.models.shared import read_shared, require_lender, without_lender
+from specq.recipe import DistillSection, Recipe
+from specq.tensors import gguf_config, open_weights
+
+TRAINING = Engine(use_kernels=False)
+"""What is trained needs gradients, and a student is cut from the target's dense matrices."""
+
+DIGEST_BYTES = 1 << 16
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, from what, and where it goes; `start` is the folder of the head to begin with.
+
+    `lender` is the model whose embedding the target uses, where that was saved without one.
+    """
+
+    kind: str  # "eagle" or "intermediate"
+    recipe: Recipe
+    target: Snapshot
+    output: Path
+    device: str
+    dtype: str = "auto"
+    start: Path | None = None
+    lender: Snapshot | None = None
+    overwrite: bool = False
+
+    @property
+    def settings(self) -> DistillSection:
+        return self.recipe.distill
+
+
+def check_lender(job: Job) -> None:
+    """Raise unless a target that was saved without its embedding has a lender, and is to get a head."""
+    shared, lender = read_shared(job.target.path), job.lender
+    if shared is None:
+        return
+    if lender is None or job.kind != "eagle":
+        raise without_lender(job.target.path, shared)
+    require_lender(shared, open_weights(lender.path, model_spec(lender.path)), name=shared.lender)
+
+
+def check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> None:
+    """Raise UsageError naming the first setting that does not go with this kind of drafter and this target."""
+    if kind == "eagle":
+        if settings.layers is not None:
+            raise UsageError("a head has no layers to choose", hint="leave out --layers, or give --kind intermediate")
+        if settings.share_embeddings:
+            raise UsageError(
+                "--share-embeddings is for intermediates: a head always uses the target's embedding",
+                hint="leave it out, or give --kind intermediate",
+            )
+        if settings.trim_vocab is not None and settings.trim_vocab >= target.vocab:
+            raise UsageError(
+                f"--trim-vocab {settings.trim_vocab} leaves nothing out of a vocabulary of {target.vocab}",
+                hint="give a smaller number, or leave it out",
+            )
+        return
+    for value, flag in (
+        (settings.trim_vocab, "--trim-vocab"),
+        (settings.start, "--from"),
+        (settings.bits != 16 or None, "--bits"),
+    ):
+        if value is not None:
+            raise UsageError(f"{flag} is for EAGLE heads", hint="leave it out, or give --kind eagle")
+    if settings.layers is None:
+        raise UsageError("an intermediate needs a number of layers", hint="give --layers N")
+    if settings.layers >= target.layers:
+        raise UsageError(
+            f"{settings.layers} layers cannot be cut from a model of {target.layers}",
+            hint=f"give --layers 1 to {target.layers - 1}",
+        )
+
+
+def load_target(job: Job) -> CausalLM:
+    """The target in memory, on plain torch."""
+    place: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "engine": TRAINING}
+    # Of the lender only embedding and head outlive this.
+    lender = None if job.lender is None else load_model(job.lender.path, **place)
+    return load_model(job.target.path, lender=lender, **place)
+
+
+def target_digest(path: Path) -> str:
+    """A hash of the target: its configs and, of every file of weights, name, size and both ends."""
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in WEIGHT_SUFFIXES)
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with open(file, "rb") as handle:
+            digest.update(handle.read(DIGEST_BYTES))
+            handle.seek(max(0, size - DIGEST_BYTES))
+            digest.update(handle.read(DIGEST_BYTES))
+    return digest.hexdigest()
+
+
+def fingerprint(job: Job, digest: str) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it goes on with."""
+    return {"kind": job.kind, "target": digest, "dtype": job.dtype, **job.settings.model_dump(mode="json")}
+
+
+def source_config(path: Path) -> dict[str, Any]:
+    """The target's config.json, or what its GGUF header makes of one."""
+    if path.is_dir() and (path / "config.json").is_file():
+        return dict(read_config(path))
+    return dict(gguf_config(path if path.is_file() else next(path.glob("*.gguf"))))
+
+
+def copy_tokenizer(path: Path, folder: Path) -> None:
+    """Copy the target's tokenizer files, or those made of its GGUF file."""
+    origin = path
+    if path.is_file() or not (path / "tokenizer.json").is_file():
+        from specq import gguf_tokenizer
+
+        origin = gguf_tokenizer.convert(path) if path.is_file() or any(path.glob("*.gguf")) else path
+    for name in TOKENIZER_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
