@@ -110,7 +110,7 @@ class TransformersContestant:
         tokenizer = self.pipeline.tokenizer
         room = self.pipeline.context - len(prompt_ids)
         began = perf_counter()
-        ids, times = self.model.generate(
+        ids, (first, last) = self.model.generate(
             prompt_ids,
             sampling=sampling,
             max_new_tokens=min(decoding.max_new_tokens, room),
@@ -119,7 +119,7 @@ class TransformersContestant:
         )
         is_stopped = not decoding.is_forced and ids[-1] in tokenizer.eos_ids
         text = tokenizer.decode(ids[:-1] if is_stopped else ids)
-        seconds = times[-1] - times[0]
+        seconds, later = last[0] - first[0], len(ids) - first[1]
         generation = Generation(
             text=text,
             token_ids=tuple(ids),
@@ -127,9 +127,9 @@ class TransformersContestant:
             finish_reason="stop" if is_stopped else "length",
             prompt_tokens=len(prompt_ids),
             reused_tokens=0,
-            ttft_s=times[0] - began,
-            decode_tps=(len(ids) - 1) / seconds if len(ids) > 1 and seconds > 0 else None,
-            e2e_tps=len(ids) / (times[-1] - began),
+            ttft_s=first[0] - began,
+            decode_tps=later / seconds if later > 0 and seconds > 0 else None,
+            e2e_tps=len(ids) / (last[0] - began),
             accept_len=None,
             accept_len_inner=None,
             rounds=0,

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from specq.bench.contestants import Decoding
+from specq.errors import NotEnoughMemoryError
 from specq.models.causal_lm import CausalLM
 from specq.models.loader import check_memory, keeps_4_bits, load_model
 from specq.recipe import Sampling
@@ -78,8 +81,10 @@ class Matcher:
         self._say(f"loading the target in {self.precise} to judge what differs")
         context = max(len(asked.prompt_ids) + len(asked.plain.token_ids) for asked in self._asked)
         device = str(target.device)
+        if target.device.type == "cuda":
+            torch.cuda.empty_cache()  # what answers took is free, but the device counts it as taken
         check_memory([(target.spec, self._path, context)], device=device, dtype=self.precise)
-        precise = load_model(self._path, device=device, dtype=self.precise)
+        precise = self._load(device)
         self.error = max(
             rounding_error(
                 target, precise, asked.prompt_ids, asked.plain.token_ids, self._pipeline.sampler(asked.sampling)
@@ -92,6 +97,13 @@ class Matcher:
                 f"scores in {self.working} are off by {self.error:.3g} logits, more than that precision explains"
             )
         return Judge(precise, tolerance=self.tolerance)
+
+    def _load(self, device: str) -> CausalLM:
+        """The target in higher precision; what was measured before must not be lost for want of memory."""
+        try:
+            return load_model(self._path, device=device, dtype=self.precise)
+        except torch.cuda.OutOfMemoryError as error:
+            raise NotEnoughMemoryError(f"the target does not fit in {self.precise} beside what is loaded") from error
 
 
 def working_precision(model: CausalLM, dtype: str) -> str:

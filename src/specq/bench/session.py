@@ -16,7 +16,8 @@ from specq.bench.sweep import Row, choose_pipelines, make_rows, split_names
 from specq.bench.transformers_baseline import TransformersModel
 from specq.errors import UsageError
 from specq.hub import resolve_model
-from specq.models.loader import check_memory, model_spec
+from specq.models.loader import model_spec
+from specq.models.memory import estimate_bytes, free_bytes, require_memory
 from specq.models.storages import storages
 from specq.recipe import Recipe, Sampling
 from specq.spec.decision import Decision, ProfileKey
@@ -98,7 +99,8 @@ def profile_key(plan: Plan, loading: Loading) -> ProfileKey:
         role: resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path
         for role, ref in refs.items()
     }
-    return ProfileKey.here(paths, device=choose_device(loading.device), dtype=loading.dtype)
+    device = choose_device(loading.device)
+    return ProfileKey.here(paths, device=device, dtype=loading.dtype, use_graphs=loading.use_graphs)
 
 
 def profiled_rows(plan: Plan, resolve: Callable[[Sequence[str]], Recipe], loading: Loading) -> Plan:
@@ -176,12 +178,13 @@ def transformers_contestants(
     if plan.recipe.intermediate is not None:
         ref = plan.recipe.intermediate
         paths.append(resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path)
-    specs = [model_spec(path) for path in paths]
+    specs = [replace(model_spec(path), quantization=None) for path in paths]
     contestants: list[TransformersContestant] = []
     for dtype in transformers_dtypes(pipeline.target):
         name = str(dtype).removeprefix("torch.")
-        models = [(spec, path, pipeline.context) for spec, path in zip(specs, paths, strict=True)]
-        check_memory(models, device=str(device), dtype=name)
+        # Dense there, whatever the file holds.
+        needed = [estimate_bytes(spec, dtype=dtype, context=pipeline.context, device=str(device)) for spec in specs]
+        require_memory(needed, pipeline.context, device=str(device), free=free_bytes(str(device)))
         say(f"loading {', '.join(path.name for path in paths)} into transformers in {name}")
         target, *others = [TransformersModel(path, dtype=dtype, device=device, lender=paths[0]) for path in paths]
         for contestant in ours:

@@ -25,18 +25,18 @@ class TransformersModel:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
 
-        from specq.checkpoint import read_config
-        from specq.models.loader import model_spec, open_sharing
+        from specq.models.loader import model_config, model_spec, open_sharing
         from specq.models.shared import Lender, read_shared
         from specq.tensors import open_weights
 
         logging.set_verbosity_error()  # assisted generation warns of arguments that it makes itself
-        config = {k: v for k, v in read_config(path).items() if k != "quantization_config"}
+        config = {k: v for k, v in model_config(path).items() if k != "quantization_config"}
         spec = model_spec(path)
         is_whole = read_shared(path) is None
         weights = open_weights(path, spec) if is_whole else open_sharing(path, spec, Lender(lender, lender.name))[0]
         self.device = device
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval().to(device)
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation="sdpa")
+        self.model = made.eval().to(device)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights.tensor(name))
@@ -49,8 +49,12 @@ class TransformersModel:
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
         assistant: TransformersModel | None = None,
-    ) -> tuple[list[int], list[float]]:
-        """(new ids, time of the first and of the last of them); without `stop_ids` exactly `max_new_tokens`."""
+    ) -> tuple[list[int], list[tuple[float, int]]]:
+        """(new ids, when the first and the last of them came and how many had come by then).
+
+        Without `stop_ids` exactly `max_new_tokens`. Tokens are noted when they are on the host, so on a GPU that is
+        after it has made them; an assistant's come several at a time.
+        """
         clock = _TokenClock()
         is_sampling = bool(sampling.temperature)
         options: dict[str, Any] = {"do_sample": False}
@@ -75,18 +79,19 @@ class TransformersModel:
             pad_token_id=0,
             **options,
         )
-        times = clock.times[1:]  # the first call hands over the prompt
-        return out[0, len(prompt_ids) :].tolist(), [times[0], times[-1]]
+        came = clock.came[1:]  # the first call hands over the prompt
+        return out[0, len(prompt_ids) :].tolist(), [came[0], came[-1]]
 
 
 class _TokenClock:
     """A transformers streamer that only notes when tokens came."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.came: list[tuple[float, int]] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.times.append(perf_counter())
+        before = self.came[-1][1] if len(self.came) > 1 else 0
+        self.came.append((perf_counter(), before + value.numel()))
 
     def end(self) -> None:
         pass

@@ -81,13 +81,18 @@ def load_model(
 
 def model_spec(path: Path) -> ModelSpec:
     """What the model in a local folder or .gguf file is, without reading weights."""
+    return ModelSpec.from_config(model_config(path))
+
+
+def model_config(path: Path) -> dict[str, Any]:
+    """The config.json of a local folder, or what a .gguf file says in its place."""
     if path.suffix == ".gguf":
-        return ModelSpec.from_config(gguf_config(path))
+        return gguf_config(path)
     if not (path / "config.json").is_file() and (files := sorted(path.glob("*.gguf"))):
         if len(files) > 1:
             raise UsageError(f"`{path}` holds {len(files)} GGUF files", hint=f"name one of them, such as {files[0]}")
-        return ModelSpec.from_config(gguf_config(files[0]))
-    return ModelSpec.from_config(read_config(path))
+        return gguf_config(files[0])
+    return read_config(path)
 
 
 def open_sharing(path: Path, spec: ModelSpec, lender: Lender) -> tuple[WeightSource, SharedEmbeddings]:

@@ -72,7 +72,8 @@ def make_subject(request: Request, say: Callable[[str], None]) -> Subject:
     seats: dict[str, Any] = {}
     for role, config in configs.items():
         say(f"making random weights of {shapes[role]}")
-        model, slots = random_model(config, device=device, dtype=request.dtype), contexts[role] + MAX_NODES
+        model = random_model(config, device=device, dtype=request.dtype, use_graphs=request.use_graphs)
+        slots = contexts[role] + MAX_NODES
         seats[role] = Seat(model, model.new_cache(slots, features="final" if role in headed else None))
         if role in headed:
             files = random_head(model)
@@ -92,7 +93,7 @@ def make_subject(request: Request, say: Callable[[str], None]) -> Subject:
         context=limit,
         encode=lambda room: _prompts(specs["target"].vocab, min(PROMPT_TOKENS[kind], room - 1)),
         available={name: each.missing(parts.roles) or _not_given(name, given) for name, each in PIPELINES.items()},
-        key=ProfileKey.of(digests, device=device, dtype=request.dtype),
+        key=ProfileKey.of(digests, device=device, dtype=request.dtype, use_graphs=request.use_graphs),
         environment=describe_environment(device) | {"models": names},
         load_dense=lambda context: _dense(configs["target"], device=device, dtype=request.dtype, context=context),
     )

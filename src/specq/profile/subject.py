@@ -114,7 +114,7 @@ def load_subject(request: Request, say: Callable[[str], None]) -> Subject:
         context=pipeline.context,
         encode=lambda room: [ids for text in request.prompts if len(ids := pipeline.encode(text)) < room],
         available=pipeline.available,
-        key=ProfileKey.here(pipeline.folders, device=str(device), dtype=request.dtype),
+        key=ProfileKey.here(pipeline.folders, device=str(device), dtype=request.dtype, use_graphs=request.use_graphs),
         environment=pipeline.environment(),
         load_dense=lambda context: load_dense(target, device=str(device), dtype=dtype, context=context),
     )

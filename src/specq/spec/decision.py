@@ -129,23 +129,26 @@ class Forecasts:
 class ProfileKey:
     """What the times of a profile depend on: the models by role, device, driver, versions, number format, products.
 
-    Products are `kernels`, which are ours, or `torch`.
+    Products are `kernels`, which are ours, with or without graphs, or `torch`.
     """
 
     models: tuple[tuple[str, str], ...]
     environment: tuple[tuple[str, str | None], ...]
 
     @classmethod
-    def here(cls, models: Mapping[str, Path], *, device: str, dtype: str) -> ProfileKey:
+    def here(cls, models: Mapping[str, Path], *, device: str, dtype: str, use_graphs: bool = True) -> ProfileKey:
         """The key of these model folders (by role) on this device now."""
-        return cls.of({role: model_digest(path) for role, path in models.items()}, device=device, dtype=dtype)
+        digests = {role: model_digest(path) for role, path in models.items()}
+        return cls.of(digests, device=device, dtype=dtype, use_graphs=use_graphs)
 
     @classmethod
-    def of(cls, digests: Mapping[str, str], *, device: str, dtype: str) -> ProfileKey:
+    def of(cls, digests: Mapping[str, str], *, device: str, dtype: str, use_graphs: bool = True) -> ProfileKey:
         """The key of models with these digests (by role) on this device now."""
         found = describe_environment(device)
         environment = {name: found[name] for name in ("device", "driver", "torch", "triton", "specq")}
-        products = "kernels" if device.startswith("cuda") and asks_for_kernels(device) else "torch"
+        products = "torch"
+        if device.startswith("cuda") and asks_for_kernels(device):
+            products = "kernels" if use_graphs else "kernels without graphs"
         environment |= {"dtype": dtype, "products": products}
         return cls(tuple(sorted(digests.items())), tuple(sorted(environment.items())))
 

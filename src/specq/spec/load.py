@@ -71,7 +71,7 @@ def load_pipeline(
     tokenizer = Tokenizer.load(target)
     limit = choose_context(spec, recipe.context if context is None else context)
     folders = {role: snapshot.path for role, snapshot in snapshots.items()}
-    decision, undecided = ProfileKey.here(folders, device=device, dtype=dtype).find()
+    decision, undecided = ProfileKey.here(folders, device=device, dtype=dtype, use_graphs=use_graphs).find()
     # `/spec auto` may come later, so that there is room for its tree whatever runs first.
     scratch = max(tree_shape(each).scratch_rows for each in (recipe, decision.apply(recipe) if decision else recipe))
     is_auto = wanted == "auto" and decision is not None
