@@ -78,7 +78,7 @@ def plan(
     ranking: list[Prediction] = []
     refused: list[Refused] = []
     for name, reason in missing.items():
-        needed = sum(memory.get(role, 0) for role in MODELS_OF[name]) if memory else None
+        needed = sum(memory.get(role, 0) for role in MODELS_OF[name]) if memory and reason is None else None
         if reason is None and needed is not None and available_bytes is not None and needed > available_bytes:
             reason = f"needs {needed / 1e9:.1f} GB, {available_bytes / 1e9:.1f} available"
         if reason is not None:

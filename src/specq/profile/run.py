@@ -31,6 +31,9 @@ SECONDS = {"cpu": 60.0, "cuda": 90.0}
 ANSWER = {"cpu": 32, "cuda": 128}
 """Defaults by kind of device: repetitions of every step, seconds in all, tokens of a calibration answer."""
 
+NOT_BUILT: dict[str, str | None] = {"qspec": "specq has no products with activations of 8 or 4 bits yet"}
+"""Pipelines that people ask for and specq cannot run, with the reason."""
+
 BEST = 2
 """Pipelines that are measured again beside plain decoding."""
 
@@ -174,7 +177,7 @@ class _Run:
             self.profile.costs,
             self.profile.acceptance,
             context=context,
-            missing=self.subject.available,
+            missing=self.subject.available | NOT_BUILT,
             memory=self.profile.memory,
             available_bytes=None if free is None else free + sum(self.profile.memory.values()),
         )
