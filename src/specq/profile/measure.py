@@ -262,5 +262,5 @@ def _new_bytes(module: nn.Module, counted: set[int]) -> int:
     """Bytes of the module's tensors that were not `counted` yet; they are then."""
     tensors = storages(module)
     size = sum(count for address, count in tensors.items() if address not in counted)
-    counted |= tensors.keys()
+    counted.update(tensors)
     return size

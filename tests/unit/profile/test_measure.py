@@ -157,6 +157,16 @@ def test_memory_counts_weights_and_caches_of_each_role(models: tuple[CausalLM, C
     assert memory_of(Parts(Seat(target, cache))) == {"target": weights + cache.k.nbytes + cache.v.nbytes}
 
 
+def test_what_models_share_counts_once(parts: Parts) -> None:
+    found = memory_of(parts)
+    assert set(found) == {"target", "intermediate", "target_head", "intermediate_head"}
+    assert parts.target_head is not None
+    head = parts.target_head
+    own = sum({p.data_ptr(): p.nbytes for p in head.head.parameters()}.values())
+    # a head leads to its target, whose weights are not its own
+    assert found["target_head"] == own + head.cache.k.nbytes + head.cache.v.nbytes
+
+
 PROMPTS = [[i, 3 * i % VOCAB, i + 1] for i in range(1, 6)]
 TASKS = [
     (Candidate("plain"), "plain"),
