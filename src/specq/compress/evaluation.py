@@ -113,7 +113,8 @@ def _heads(
     head = own.to(device, torch.float32)
     heads = {SOURCE: (norm, head), ROUNDED: (norm, head)}
     written = result.tensor(HEAD) if plan.packs_head else head_weight(spec, result)
-    heads[RESULT] = result.tensor(NORM).to(device, torch.float32), written.to(device, torch.float32)
+    table = head if torch.equal(written, own) else written.to(device, torch.float32)
+    heads[RESULT] = result.tensor(NORM).to(device, torch.float32), table
     if plan.head is not None and plan.head.grid is not None:
         grid = Grid(plan.head.grid.group_size, bits=plan.head.grid.bits)
         heads[ROUNDED] = norm, rounded_head(own, grid, rows_at_once=plan.head_rows, device=device)

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from factories import tiny_config, write_model
+from packed_weights import random_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specq.checkpoint import ModelSpec, read_config
 from specq.compress.report import Report
 from specq.models.loader import expected_tensors
+from specq.quant.formats import FORMATS, Header, format_name
+from specq.quant.packed import integer_zeros
 from specq.tensors import open_weights
 
 Run = Callable[..., Report]
@@ -149,3 +152,54 @@ def rewrite(folder: Path, part: str, change: Callable[[Tensor], Tensor]) -> None
 def _swap_nibbles(words: Tensor) -> Tensor:
     octets = words.contiguous().view(torch.uint8)
     return ((octets >> 4) | (octets << 4)).view(torch.int32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_what_compressed_tensors_writes_is_read_exactly(bits: int, is_symmetric: bool, group_size: int) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    generator = torch.Generator().manual_seed(bits)
+    weight = torch.randn(24, 64, generator=generator)
+    groups, largest = (1 if group_size == -1 else 64 // group_size), 1 << (bits - 1)
+    # In 16 bits, where the law's product and sum are exact in fp32, in whatever order.
+    scale = (torch.rand(24, groups, generator=generator) / largest + 2 / largest).half().float()
+    zero = torch.randint(-largest, largest, (24, groups), generator=generator, dtype=torch.int8)
+    arguments = {
+        "num_bits": bits,
+        "symmetric": is_symmetric,
+        "strategy": "channel" if group_size == -1 else "group",
+        "group_size": None if group_size == -1 else group_size,
+    }
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero * (not is_symmetric)}
+    written = PackedQuantizationCompressor.compress(state, scheme)
+    form = FORMATS[format_name("compressed-tensors", bits)]
+    headers = {name: Header(tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
+    assert form.check(headers, group_size) == (24, 64)
+    found = form.unpack(written, group_size).dequantize()
+    assert torch.equal(found, PackedQuantizationCompressor.decompress(written, scheme)["weight"])
+    assert found.unique().numel() > 1 << bits
+
+
+@pytest.mark.slow
+def test_an_awq_matrix_that_gptqmodel_packed_is_read_exactly() -> None:
+    pytest.importorskip("gptqmodel")
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+
+    packed = random_packed(64, 128, 32, kind="zeros")
+    linear = torch.nn.Linear(128, 64, bias=False)
+    linear.weight.data = packed.dequantize()
+    module = AwqTorchLinear(
+        bits=4, group_size=32, sym=False, desc_act=False, in_features=128, out_features=64, register_buffers=True
+    )
+    zeros = integer_zeros(packed)
+    module.pack(linear, packed.scales.float(), zeros.float())
+    written = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
+    found = FORMATS["awq"].unpack(written, 32)
+    assert torch.equal(found.unpacked(), packed.unpacked())
+    assert torch.equal(integer_zeros(found), zeros)
+    assert torch.equal(found.scales, packed.scales)
