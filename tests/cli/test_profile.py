@@ -153,6 +153,12 @@ def test_auto_in_a_chat_that_began_with_another_pipeline_adapts(call, model, sma
     assert (plain["pipeline"], auto["pipeline"], named["pipeline"]) == ("plain", "sequence", "sequence")
     assert plain["token_ids"] == auto["token_ids"] == named["token_ids"]
     assert "*  sequence      available (auto: a profile chose it)" in done.err
+    gains = [
+        line.split("accept length")[1].split(" · ")[1] for line in done.err.splitlines() if "accept length" in line
+    ]
+    gain = auto["decode_tps"] / stored(cache)["decision"]["plain_tps"]
+    assert gains[0] == f"{gain:.2f} times plain"
+    assert len(gains) == 2  # plain decoding gains nothing over itself
     (line,) = [line for line in done.err.splitlines() if line.startswith("auto: ")]
     assert line.endswith("times plain on this text: plain decoding for now")
     assert named["rounds"] < auto["rounds"]  # nothing stops the drafts of a pipeline that is named

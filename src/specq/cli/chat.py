@@ -120,18 +120,25 @@ def show_answer(session: ChatSession, text: str, console: Console, *, is_streame
             pass
         if is_streamed:
             writer.end()
-    console.note(console.dim(status_line(session.results[-1])))
+    decision = session.pipeline.decision
+    plain_tps = decision.plain_tps if decision is not None else None
+    console.note(console.dim(status_line(session.results[-1], plain_tps=plain_tps)))
     if interrupt.requested and not sys.stdin.isatty():
         raise KeyboardInterrupt
 
 
-def status_line(result: Generation) -> str:
-    """Tokens a second, accept length, pipeline and the rest of one answer, by the names of the run record."""
+def status_line(result: Generation, *, plain_tps: float | None = None) -> str:
+    """Tokens a second, accept length, pipeline and the rest of one answer, by the names of the run record.
+
+    `plain_tps` is the rate of plain decoding that a profile measured; a draft's gain is over that.
+    """
     parts = [f"{result.tokens_out} tokens"]
     if result.decode_tps is not None:
         parts.append(f"{result.decode_tps:.1f} tokens/s")
     if result.accept_len is not None and result.pipeline != "plain":
         parts.append(f"accept length {result.accept_len:.2f}")
+    if plain_tps and result.decode_tps is not None and result.pipeline != "plain":
+        parts.append(f"{result.decode_tps / plain_tps:.2f} times plain")
     parts.append(result.pipeline)
     parts.append(f"prompt {result.prompt_tokens}, {result.reused_tokens} reused")
     if result.finish_reason != "stop":
