@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,10 @@ from specq.models.loader import choose_dtype
 from specq.models.memory import free_bytes
 from specq.models.rope import RopeTable
 from specq.models.shared import LentWeights, SharedEmbeddings
+from specq.quant.gptq import FIRST_DAMPING
 from specq.tensors import WeightSource, open_weights
+
+log = logging.getLogger("specq")
 
 CHUNK_TOKENS = 2048
 """Tokens that run through a layer at once."""
@@ -103,6 +107,7 @@ class Job:
                 tensors, found = quantizer.quantize(index, on_product=partial(self._say_product, index, left))
             else:
                 tensors, found = self._quantize_head(streams)
+            _warn_of_damping(found)
             workspace.write_layer(index, tensors, {"matrices": [asdict(report) for report in found]})
             reports += found
         if self.plan.head is not None and not self.plan.packs_head:
@@ -160,6 +165,13 @@ class Job:
             for stream in streams:
                 stream.residual.write(i, embedded)
         return streams[0], streams[1]
+
+
+def _warn_of_damping(reports: Sequence[MatrixReport]) -> None:
+    """Say which matrices needed more damping than is usual; the report has every one's."""
+    for report in reports:
+        if report.damping is not None and report.damping > FIRST_DAMPING:
+            log.warning("`%s`: damping raised to %g for a positive definite Hessian", report.name, report.damping)
 
 
 def remaining(began: float, done: int, left: int) -> str:

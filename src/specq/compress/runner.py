@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,12 @@ def _prepare(
     on_progress("reading and checking the source")
     fingerprint = {
         "source": source_digest(spec, weights),
-        **asdict(settings),
+        "method": settings.method,
         "group_size": plan.group_size,
+        "act_order": settings.stored_order,
+        "asym": not settings.symmetric,
+        "head_bits": settings.head_bits,
+        "format": settings.format,
         "calibration": None if tokens is None else tokens.digest,
         "shared": shared is not None,
         "device": torch.device(device).type,

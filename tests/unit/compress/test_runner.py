@@ -293,6 +293,10 @@ def test_other_options_text_or_weights_do_not_resume(run: Run, source: Path, tex
         run(source, on_progress=stop_at("layer 2"))
     with pytest.raises(UsageError, match="group_size was `64`, now `32`"):
         run(source, group_size=32)
+    with pytest.raises(UsageError, match="asym was `False`, now `True`"):
+        run(source, symmetric=False)
+    with pytest.raises(UsageError, match="head_bits was `None`, now `8`"):
+        run(source, head_bits=8)
     with pytest.raises(UsageError, match="calibration was"):
         run(source, calibration=Calibration(text, samples=3, seq_len=64))
     other = write_model(source.parent / "other", tiny_config(intermediate_size=192), seed=5, dtype=torch.bfloat16)
@@ -483,6 +487,24 @@ def test_an_error_in_a_product_names_it(run: Run, source: Path, monkeypatch: pyt
     monkeypatch.setattr("specq.quant.gptq.LAST_DAMPING", 0.0)
     with pytest.raises(SpecqError, match=r"`model.layers.0.self_attn.q_proj`: the inputs of a product"):
         run(source)
+
+
+def test_raised_damping_is_said_and_reported(
+    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail_once(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lower, failed = factor(matrix)
+        calls.append(len(matrix))
+        return lower, torch.ones_like(failed) if calls == [64] else failed
+
+    calls: list[int] = []
+    factor = torch.linalg.cholesky_ex
+    monkeypatch.setattr("torch.linalg.cholesky_ex", fail_once)
+    report = run(source)
+    damping = [matrix.damping for matrix in report.matrices]
+    assert damping == pytest.approx([0.1] * 3 + [0.01] * 11)  # q, k and v are solved together
+    assert caplog.text.count("damping raised to 0.1 for") == 3
+    assert "| damping | 0.01, 0.1 |" in (report.output / "README.md").read_text()
 
 
 def test_act_order_and_settings_reach_the_file(run: Run, source: Path) -> None:
