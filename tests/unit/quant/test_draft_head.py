@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specq.quant.draft_head import Int8Linear, make_draft_head, pack_ranges, round_rows
+from specq.quant.draft_head import Int8Linear, draft_head_bits, make_draft_head, pack_ranges, round_rows
 from specq.quant.linear import Int4Linear
 
 CPU = torch.device("cpu")
@@ -61,7 +61,14 @@ def test_any_multiple_of_8_columns_is_packed(columns) -> None:
     assert (pack_ranges(weight).dequantize() - weight).abs().max() < 0.5
 
 
-@pytest.mark.parametrize(("bits", "device"), [(8, torch.device("cuda")), (16, CPU), (3, CPU)])
-def test_other_widths_and_8_bits_off_a_cpu_are_refused(bits, device) -> None:
+@pytest.mark.parametrize("bits", [16, 3])
+def test_other_widths_are_refused(bits) -> None:
     with pytest.raises(ValueError, match="bits: no product for a draft head"):
-        make_draft_head(torch.zeros(8, 8), bits=bits, device=device, dtype=torch.float32)
+        make_draft_head(torch.zeros(8, 8), bits=bits, device=CPU, dtype=torch.float32)
+
+
+def test_8_bits_are_refused_off_a_cpu_where_no_kernel_runs(monkeypatch) -> None:
+    monkeypatch.setattr("specq.quant.draft_head.runs_kernels", lambda device, dtype: False)
+    assert draft_head_bits(torch.device("cuda"), torch.float32) == (16, 4)
+    with pytest.raises(ValueError, match="bits: no product for a draft head of 8 bits on cuda"):
+        make_draft_head(torch.zeros(8, 8), bits=8, device=torch.device("cuda"), dtype=torch.float32)
