@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specq_kernels.configs import Config
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, row_bucket, runs_kernel
-from specq_kernels.prefetch import prefetch
 
 TILE = 64  # keys a tile
 LEAST_CHUNK = 128  # keys
@@ -83,7 +82,7 @@ def tree_attention(
     options = {} if interpreted() else {"num_warps": block_q // 16, "launch_pdl": early}
     _attention_chunk_kernel[(kv_heads, triton.cdiv(rows, block_q), chunks)](
         q, k, v, mask, depths if depths is not None else mask, length, partial, top_total, top_total[1],
-        nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0, most, config["ahead"],
+        nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0, most,
         KV_HEADS=kv_heads, SHARED=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=block_q,
         TILE=TILE, LEAST=LEAST_CHUNK, WINDOWED=window is not None, STAGES=config["stages"], EARLY=early,
         **options,
@@ -138,15 +137,11 @@ def pack_mask(ancestors: Tensor) -> Tensor:
 
 
 def attention_config(head_dim: int, group: int) -> Config:
-    """Tile sizes, and `ahead`: bytes of keys and of values asked into the L2 before the kernel ahead has ended.
-
-    Only `block_q` and `stages` may follow the number of rows: the rest enters a row's bits.
-    """
+    """Tile sizes. Only `block_q` and `stages` may follow the number of rows: the rest enters a row's bits."""
     return {
         "chunks": CHUNKS,
         "block_q": 64,
         "stages": 3,
-        "ahead": 2 * TILE * head_dim * 2,
         "combine_heads": max(1, group // head_dim),
     }
 
@@ -172,10 +167,10 @@ def _chunk_size(position, most, LEAST: tl.constexpr):
     return LEAST << doublings
 
 
-@triton.jit(do_not_specialize=["nodes", "written", "window", "most", "ahead"])
+@triton.jit(do_not_specialize=["nodes", "written", "window", "most"])
 def _attention_chunk_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, depth_ptr, length_ptr, partial_ptr, top_ptr, total_ptr,
-    nodes, written, max_len, scale, window, most, ahead,
+    nodes, written, max_len, scale, window, most,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -190,17 +185,8 @@ def _attention_chunk_kernel(
     base = kv_head.to(tl.int64) * max_len * HEAD_DIM
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        # committed keys are older than the kernel before; a stale length costs a useless hint
-        known = tl.minimum(tl.load(length_ptr, volatile=True), max_len)
-        size = _chunk_size(known + written - nodes, most, LEAST)
-        begin = tl.program_id(2) * size
-        left = tl.maximum(tl.minimum(known - begin, size), 0)
-        left = left * (HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        num_bytes = tl.where(tl.program_id(1) == 0, tl.minimum(left, ahead), 0) + tl.arange(0, 1)
-        prefetch(k_ptr + base + begin * HEAD_DIM + tl.arange(0, 1), num_bytes, 1)
-        prefetch(v_ptr + base + begin * HEAD_DIM + tl.arange(0, 1), num_bytes, 1)
         tl.extra.cuda.gdc_wait()
-    length = tl.load(length_ptr, volatile=True)
+    length = tl.load(length_ptr)
     first = length + written - nodes  # slot of the first row's node
     size = _chunk_size(first, most, LEAST)
     rows = nodes * SHARED

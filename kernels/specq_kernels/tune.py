@@ -47,7 +47,6 @@ W4_TILES = {  # by rows, the first of each for every split; registers 0 is the c
 W4_ROLES = {16: ((256, 10), (128, 8)), 32: ((256, 8), (128, 6)), 64: ((256, 6), (128, 4))}  # block_n, stages: w4_hopper
 FIRST_TILES = 4  # of each row count, to find the best splits; then every tile for these
 BEST_SPLITS = 4
-AHEAD_CHOICES = (0, 4)  # steps of 256 k asked into the L2 before the kernel ahead has ended
 W16_NAMES = ("block_n", "warps", "stages")
 W16_TILES = {
     16: ((64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
@@ -139,7 +138,7 @@ def tune_w4a16(n: int, k: int, group: int, dtype: torch.dtype) -> dict[str, obje
         for rows in ROW_BUCKETS
     }
     splits = split_candidates(*first.padded, num_multiprocessors(0))
-    return choose(splits, tiles, measure, AHEAD_CHOICES)
+    return choose(splits, tiles, measure)
 
 
 def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
@@ -161,11 +160,10 @@ def choose(
     splits: Sequence[configs.Config],
     tiles: dict[int, list[configs.Config]],
     measure: Callable[[configs.Config], float],
-    ahead_choices: Sequence[int] = (),
 ) -> dict[str, object]:
     """How K is split and, for each row count, the fastest tile with its microseconds.
 
-    A few tiles choose the splits worth a closer look, in which every tile runs; the prefetch is chosen last.
+    A few tiles choose the splits worth a closer look, in which every tile runs.
     """
 
     def fastest(split: configs.Config, count: int | None) -> dict[int, tuple[float, configs.Config]]:
@@ -180,11 +178,10 @@ def choose(
 
     promising = sorted(splits, key=lambda split: total(fastest(split, FIRST_TILES)))[:BEST_SPLITS]
     found, split = min(((fastest(split, None), split) for split in promising), key=lambda pair: total(pair[0]))
-    rows_entry: dict[str, configs.Config | dict[str, float]] = {}
-    for rows, (us, tile) in found.items():
-        choices = [{**tile, "ahead": ahead} for ahead in ahead_choices if not tile.get("roles")]
-        us, best = min([(us, tile), *((measure({**split, **c}), c) for c in choices)], key=lambda pair: pair[0])
-        rows_entry[str(rows)] = {**{key: value for key, value in best.items() if key != "block_m"}, "us": round(us, 2)}
+    rows_entry = {
+        str(rows): {**{key: value for key, value in tile.items() if key != "block_m"}, "us": round(us, 2)}
+        for rows, (us, tile) in found.items()
+    }
     return {**split, "rows": rows_entry}
 
 

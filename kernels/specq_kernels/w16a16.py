@@ -15,11 +15,9 @@ from torch import Tensor
 
 from specq_kernels import configs
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel
-from specq_kernels.prefetch import prefetch
 from specq_kernels.sampling import best_of_blocks
 
 STEP = 256  # unit of the split of K
-AHEAD = 512  # k of each row asked into the L2 before the kernel ahead has ended
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def _launch(
         best_id if best_id is not None else out, partials, weight.counters, rows, n, full_n, k,
         BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], BLOCK_K=64, SPLIT=split, STAGES=config["stages"],
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ARGMAX=best_id is not None,
-        EVEN_N=full_n % config["block_n"] == 0, EVEN_K=k % 64 == 0, AHEAD_K=AHEAD, EARLY=early,
+        EVEN_N=full_n % config["block_n"] == 0, EVEN_K=k % 64 == 0, EARLY=early,
         **configs.launch_options(config, early=early),
     )  # fmt: skip
 
@@ -140,7 +138,7 @@ def _w16a16_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, best_id_ptr, partial_ptr, counter_ptr, rows, n, full_n, k_size,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ARGMAX: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, AHEAD_K: tl.constexpr, EARLY: tl.constexpr,
+    EVEN_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of W x.T over one of SPLIT parts of K; w [full_n, k_size], x [rows, k_size].
 
@@ -162,10 +160,6 @@ def _w16a16_kernel(
     is_n = (offs_n < full_n)[:, None]
     is_m = (offs_m < rows)[:, None]
     if EARLY:
-        # weights do not depend on the kernel before: they come while it drains
-        if EVEN_K:
-            num_bytes = tl.where(offs_n < full_n, tl.minimum((last - first) * BLOCK_K, AHEAD_K) * 2, 0)
-            prefetch(w_ptr + offs_n.to(tl.int64) * k_size + first * BLOCK_K, num_bytes, BLOCK_N)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):

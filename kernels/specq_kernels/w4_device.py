@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specq_kernels.prefetch import prefetch
-
 
 @triton.jit
 def _unpack_bf16(q):
@@ -112,21 +110,3 @@ def unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
     part = unit // across
     steps = padded_k // 256
     return tl.where(is_tail, tiles, 0) + unit % across, part, parts, part * steps // parts, (part + 1) * steps // parts
-
-
-@triton.jit
-def prefetch_weights(w_ptr, tile, first, last, padded_k, steps, BLOCK_N: tl.constexpr):
-    """Ask the words of a tile's first `steps` steps into the L2."""
-    NB: tl.constexpr = BLOCK_N // 16
-    address = w_ptr + (tile * NB + tl.arange(0, NB)).to(tl.int64) * (padded_k * 2) + first * 512
-    prefetch(address, tl.minimum(last - first, steps) * 2048, NB)
-
-
-@triton.jit
-def prefetch_meta(meta_ptr, tile, first, last, padded_n, steps, WORDS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Ask the scales of a tile's first `steps` steps, at most 16, into the L2."""
-    at = tl.arange(0, 16)
-    num_bytes = tl.where(at < tl.minimum(last - first, steps), 4 * BLOCK_N, 0)
-    for word in tl.static_range(WORDS):
-        address = meta_ptr + ((first + at) * WORDS + word).to(tl.int64) * padded_n + tile * BLOCK_N
-        prefetch(address, num_bytes, 16)

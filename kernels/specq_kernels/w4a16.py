@@ -21,14 +21,10 @@ from specq_kernels.w4_device import (
     half_chunk,
     half_to_float,
     load_chunks,
-    prefetch_meta,
-    prefetch_weights,
     two_chunks,
     unit_range,
 )
 from specq_kernels.w4_layout import FORMS, W4Weight
-
-AHEAD_STEPS = 4  # steps of 256 k asked into the L2 before the kernel ahead has ended
 
 
 def w4a16(
@@ -147,7 +143,7 @@ def _launch(
     _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
         x, weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, partials, weight.counters,
-        rows, out.shape[1], k, padded_n, padded_k, *units, config.get("ahead", AHEAD_STEPS),
+        rows, out.shape[1], k, padded_n, padded_k, *units,
         GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
         BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
         STEP=config.get("step", 256), STAGES=config["stages"], HAS_BIAS=bias is not None,
@@ -190,12 +186,11 @@ def _finish(
         "tail_tiles",
         "split",
         "tail_split",
-        "ahead",
     ]
 )
 def _w4a16_kernel(
     x_ptr, w_ptr, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
-    rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split, ahead,
+    rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
@@ -225,9 +220,6 @@ def _w4a16_kernel(
     if DIRECT:
         c0, c1, c2, c3 = load_chunks(w_ptrs, first * PASSES, STEP, DIRECT)  # weights do not depend on the kernel before
     if EARLY:
-        # weights do not depend on the kernel before: they come while it drains
-        prefetch_weights(w_ptr, pid_n, first, last, padded_k, ahead, BLOCK_N)
-        prefetch_meta(meta_ptr, pid_n, first, last, padded_n, ahead, WORDS, BLOCK_N)
         tl.extra.cuda.gdc_wait()
 
     offs_row = tl.arange(0, BLOCK_N)

@@ -60,7 +60,7 @@ silu = dict(GROUP=128, FORM=0, SCALE_FP16=True, BLOCK_N=128, BLOCK_M=16, MOST=1,
 build("w4a16 silu", w4a16._w4a16_kernel, silu)
 for rows, tile in DEFAULT_TILES["w16a16"].items():
     constants = dict(BLOCK_N=64, BLOCK_M=rows, BLOCK_K=64, SPLIT=2, STAGES=tile["stages"], HAS_BIAS=False,
-                     HAS_RESIDUAL=False, ARGMAX=rows == 16, EVEN_N=True, EVEN_K=True, AHEAD_K=512, EARLY=EARLY)
+                     HAS_RESIDUAL=False, ARGMAX=rows == 16, EVEN_N=True, EVEN_K=True, EARLY=EARLY)
     build(f"default w16a16 {rows}", w16a16._w16a16_kernel, constants, out_ptr="*fp32", w_ptr="*bf16")
 for head_dim, window in ((128, False), (80, True)):
     constants = dict(KV_HEADS=2, SHARED=4, HEAD_DIM=head_dim, BLOCK_D=128, BLOCK_Q=64, TILE=64, LEAST=128,

@@ -53,6 +53,32 @@ def test_the_users_file_wins_over_the_shipped_one(own_cache: Path) -> None:
     assert configs.lookup("NVIDIA H200", "w4a16", "1x1g128") is None
 
 
+class RowsOnGpu:
+    """What `product_config` asks of x: a number of rows, on the first CUDA device."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, rows: int) -> None:
+        self.shape = (rows, 4096)
+
+
+def test_a_tuned_table_of_both_kernels_is_read_back_by_both(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "device_name", lambda index: "Some GPU")
+    tiles = {kernel: {rows: tune.tile_configs(kernel, rows) for rows in (16, 32, 64)} for kernel in ("w4a16", "w16a16")}
+    splits = {"w4a16": {"split": 2, "tail_split": 4, "tail_from": 256}, "w16a16": {"split": 2}}
+    chosen = {kernel: tune.choose([splits[kernel]], tiles[kernel], lambda config: 1.0) for kernel in tiles}
+    path = configs.user_file("Some GPU")
+    path.parent.mkdir()
+    path.write_text(
+        json.dumps({kernel: {"512x4096" + "g128" * (kernel == "w4a16"): chosen[kernel]} for kernel in tiles})
+    )
+    for kernel, group in (("w4a16", 128), ("w16a16", None)):
+        for rows in (1, 32, 64):
+            config = configs.product_config(kernel, RowsOnGpu(rows), n=512, k=4096, group=group)
+            assert {"block_m", "block_n", "warps", "stages", *splits[kernel]} <= set(config)
+            assert rows <= config["block_m"]
+
+
 def test_an_untuned_device_is_told_the_command_once(recwarn: pytest.WarningsRecorder) -> None:
     clear_caches()
     for _ in range(3):
