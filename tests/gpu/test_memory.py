@@ -29,13 +29,14 @@ def settled(of: str) -> int:
 
 
 def test_a_4_bit_model_takes_what_was_predicted() -> None:
-    before = settled("reserved")
+    settled("allocated")
+    before = {of: settled(of) for of in ("allocated", "reserved")}
     model = random_model(llama_config(**SIZES), device="cuda", dtype="bfloat16")
     spec, source = model.spec, RandomWeights(model.spec, torch.device("cpu"))
     packed = [name for name in source.names() if source.is_packed(name.removesuffix(".weight"))]
     kind = choose_dtype("bfloat16", spec, "cuda")
     said = estimate_bytes(spec, dtype=kind, context=CONTEXT, device="cuda", packed=packed)
-    weights = settled("allocated") - before
+    weights = settled("allocated") - before["allocated"]
     cache = model.new_cache(CONTEXT + MAX_NODES)
     for sampler in (Sampler(), Sampler(temperature=0.8), Sampler(temperature=0.8, top_p=0.9)):
         verifier = Seat(model, cache).verifier(sampler)
@@ -46,7 +47,7 @@ def test_a_4_bit_model_takes_what_was_predicted() -> None:
             verifier.rollback(1500)
             context = context[:1501]
             verifier.verify(context, chain([2] * (nodes - 1)))
-    whole = settled("reserved") - before
+    whole = settled("reserved") - before["reserved"]
     mib = 2.0**20
     print(
         f"weights {weights / mib:.0f} MiB, said {said.weights / mib:.0f}; cache {2 * cache.k.nbytes / mib:.0f}, "

@@ -11,7 +11,6 @@ import torch
 from round_cases import LIMIT, SAMPLERS, decode, make_parts, make_recipe, reference
 from step_cases import FORMS, PackedInMemory, packed_config, random_chain
 
-from specq.spec import sampling
 from specq.spec.device_draft import DeviceEagleTree
 from specq.spec.device_round import DeviceVerifier
 from specq.spec.drafters import NoDrafter
@@ -21,6 +20,9 @@ from specq.spec.sampling import Sampler
 from specq.spec.speculator import Speculator, StopRule, generate
 from specq.spec.tree import DraftTree
 from specq.spec.verifier import Verifier
+from specq_kernels.filtered import filtered_choice, filtered_ref, filtered_scores
+from specq_kernels.sampling import Draw
+from specq_kernels.top_scores import top_scores, top_scores_ref
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -185,10 +187,37 @@ def test_the_control_sees_a_wait(counted_reads: list[int]) -> None:
         values.sum().item()
 
 
-def test_distributions_flatter_than_the_candidates_are_exact(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_flatter_than_the_candidates_are_exact(parts: Parts) -> None:
     sampler, seat = Sampler(temperature=3.0, top_p=0.95, seed=3), parts.target
     expected = text(Verifier(seat.model, seat.cache, sampler), NoDrafter(), 60)[0]
-    monkeypatch.setattr(sampling, "TOP_P_CANDIDATES", 8)
-    other = Sampler(temperature=3.0, top_p=0.95, seed=3, top_k=0)
     fresh = Seat(seat.model, seat.model.new_cache(LIMIT + 64))
-    assert text(fresh.verifier(other), KnowingTree(PROMPT + expected, seed=2), 60)[0] == expected
+    assert text(fresh.verifier(sampler), KnowingTree(PROMPT + expected, seed=2), 60)[0] == expected
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_scores_and_choices_over_a_large_vocabulary_equal_their_definitions(trimmed: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits, positions = torch.randn(10, 128256, generator=generator) * 4, torch.arange(10) * 977
+    ids = torch.randperm(200000, generator=generator)[:128256].sort().values.int() if trimmed else None
+    draw, vocab = Draw.of(2**40 + 7, 0.6), 128000
+    on_gpu = [t.cuda() for t in (logits, positions, draw.seed, draw.temperature)]
+    gpu_draw, gpu_ids = Draw(*on_gpu[2:]), None if ids is None else ids.cuda()
+    for noise in (None, draw):
+        options = {"positions": positions, "noise_scale": 1.3, "vocab": vocab}
+        expected = top_scores_ref(logits, 10, draw=noise, target_ids=ids, **options)
+        options["positions"] = on_gpu[1]
+        found = top_scores(on_gpu[0], 10, draw=None if noise is None else gpu_draw, target_ids=gpu_ids, **options)
+        assert torch.equal(found[1].cpu(), expected[1])
+        torch.testing.assert_close(found[0].cpu(), expected[0], rtol=1e-4, atol=1e-4)
+    for settings in ({"top_p": 0.9}, {"top_k": 40, "top_p": 0.95}):
+        if not trimmed:
+            chosen = filtered_choice(on_gpu[0], on_gpu[1], gpu_draw, vocab=vocab, **settings).cpu()
+            exact = Sampler(temperature=0.6, seed=2**40 + 7, vocab=vocab, **settings)(logits, positions)
+            assert torch.equal(chosen[chosen >= 0], exact[chosen >= 0])
+            assert int((chosen >= 0).sum()) > 5
+        options = {"noise_scale": 1.3, "vocab": vocab, **settings}
+        expected = filtered_ref(logits, positions, draw, 10, target_ids=ids, **options)
+        found = filtered_scores(on_gpu[0], 10, on_gpu[1], gpu_draw, target_ids=gpu_ids, **options)
+        kept = expected[0] > -torch.inf
+        assert torch.equal(found[1].cpu()[kept], expected[1][kept])
+        torch.testing.assert_close(found[0].cpu(), expected[0], rtol=1e-4, atol=1e-4)

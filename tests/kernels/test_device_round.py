@@ -36,7 +36,7 @@ def test_trees_are_those_of_their_definition(parts: Parts, name: str) -> None:
             tree = speculator.drafter.propose(context, max_nodes=60, max_depth=9)
         kept = tree.tokens >= 0
         trees.append((tree.tokens[kept].tolist(), tree.parents[kept].tolist()))
-    assert len(trees[0][0]) >= 4
+    assert len(trees[0][0]) >= 2
     assert trees[0] == trees[1]
 
 

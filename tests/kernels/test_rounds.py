@@ -17,6 +17,7 @@ from specq_kernels.draft_tree import (
     grow_level,
     grow_level_ref,
 )
+from specq_kernels.filtered import filtered_choice, filtered_ref, filtered_scores
 from specq_kernels.kv_cache import compact_rows, compact_rows_ref
 from specq_kernels.launch import MAX_ROWS
 from specq_kernels.pair_rows import pair_rows, pair_rows_ref
@@ -167,6 +168,61 @@ def test_of_equal_scores_the_lowest_column_is_first_and_what_is_left_out_scores_
     assert scores[0, 2:].tolist() == [-torch.inf] * 3
     assert int(ids.min()) >= 0
     assert int(ids.max()) < 4100
+
+
+FILTERS = {"top-p": {"top_p": 0.9}, "top-k": {"top_k": 40}, "both": {"top_k": 20, "top_p": 0.8}, "one": {"top_k": 1}}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 300), (7, 40000)])
+def test_filtered_choices_are_the_samplers(rows: int, columns: int, name: str) -> None:
+    logits, positions = torch.randn(rows, columns) * 4, torch.arange(rows) * 977
+    settings = {"vocab": columns - 3, **FILTERS[name]}
+    draw, sampler = Draw.of(2**40 + 7, 0.6), Sampler(temperature=0.6, seed=2**40 + 7, **settings)
+    found, expected = filtered_choice(logits, positions, draw, **settings), sampler(logits, positions)
+    decided = found >= 0
+    assert torch.equal(found[decided], expected[decided])
+    assert int(decided.sum()) >= rows - 1
+    reference = filtered_ref(logits, positions, draw, 1, **settings)
+    certain = reference[0][:, 0] > -torch.inf
+    assert torch.equal(reference[1][certain, 0].long(), expected[certain])
+    assert certain[decided].all()
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_filtered_scores_are_those_a_sampler_expects(trimmed: bool, name: str) -> None:
+    logits, positions = torch.randn(5, 3000) * 4, torch.arange(5) + 131000
+    ids = torch.randperm(6000)[:3000].sort().values if trimmed else None
+    draw, settings = Draw.of(5, 0.7), {"vocab": 2990, **FILTERS[name]}
+    target_ids = None if ids is None else ids.int()
+    options = {"noise_scale": 1.5, "target_ids": target_ids, **settings}
+    found = filtered_scores(logits, 6, positions, draw, **options)
+    reference = filtered_ref(logits, positions, draw, 6, **options)
+    whole = logits if ids is None else logits.new_full((5, 6000), -torch.inf).index_copy_(1, ids, logits)
+    sampler = Sampler(temperature=0.7, seed=5, **settings)
+    scores, tokens = sampler.guesses(whole, positions, count=6, noise_scale=1.5)
+    for values, chosen in (found, reference):
+        kept = values > -torch.inf
+        assert int(chosen.min()) >= 0
+        assert int(chosen.max()) < 6000
+        values, chosen = values[:, : scores.shape[1]], chosen[:, : scores.shape[1]]
+        torch.testing.assert_close(values, scores, rtol=1e-4, atol=1e-4)
+        assert torch.equal(chosen[kept[:, : scores.shape[1]]].long(), tokens[scores > -torch.inf])
+        assert not kept[:, scores.shape[1] :].any()
+
+
+def test_rows_too_flat_for_the_candidates_are_undecided() -> None:
+    positions, draw = torch.arange(3), Draw.of(1, 1.0)
+    logits = torch.zeros(3, 5000)
+    logits[1, 70] = 30.0
+    logits[2, 3:10] = 25.0
+    assert (filtered_choice(logits, positions, draw, top_p=0.9) >= 0).tolist() == [False, True, True]
+    assert (filtered_choice(logits, positions, draw, top_p=0.9, vocab=60) >= 0).tolist() == [True, True, True]
+    # of equals no block shows how many more there are
+    assert (filtered_choice(logits, positions, draw, top_k=7) >= 0).tolist() == [False, False, True]
+    with pytest.raises(ValueError, match="top_k: 65"):
+        filtered_choice(logits, positions, draw, top_k=65)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -21,6 +21,8 @@ from specq.spec.host import Upload
 from specq.spec.sampling import Seen
 from specq.spec.tree import MAX_NODES, DraftTree, chain
 from specq_kernels.draft_tree import Candidates, Level, best_candidates, grow_level
+from specq_kernels.filtered import CANDIDATES, filtered_scores
+from specq_kernels.launch import runs_kernel
 from specq_kernels.top_scores import MAX_COUNT, top_scores
 from specq_kernels.tree_attention import pack_mask
 
@@ -166,23 +168,43 @@ class EagleDrafting:
         """
         sampler, rows = round_.sampler, len(states)
         logits, positions = self._rows.logits(states), following[:rows]
-        if not sampler.has_filter and not sampler.needs_seen:
-            return top_scores(
+        target_ids, seen = self._rows.target_ids, None
+        if sampler.needs_seen:
+            logits, target_ids = self._rows.spread(logits), None
+            seen = self._seen(plan, round_, rows, start)
+        if sampler.has_filter and (not runs_kernel(logits) or sampler.top_k > CANDIDATES):
+            return self._guess_in_torch(round_, logits if seen else self._rows.spread(logits), positions, seen)
+        logits = sampler.penalized(logits, seen)
+        vocab, scale = sampler.vocab, self.shape.noise_scale
+        if sampler.has_filter:
+            return filtered_scores(
                 logits,
                 self._children,
-                draw=round_.draw if sampler.temperature > 0 else None,
-                positions=positions,
-                noise_scale=self.shape.noise_scale,
-                vocab=sampler.vocab,
-                target_ids=self._rows.target_ids,
+                positions,
+                round_.draw,
+                top_k=sampler.top_k,
+                top_p=sampler.top_p,
+                noise_scale=scale,
+                vocab=vocab,
+                target_ids=target_ids,
             )
-        scores, ids = sampler.guesses(
-            self._rows.spread(logits),
-            positions,
-            self._seen(plan, round_, rows, start) if sampler.needs_seen else None,
-            count=self._children,
-            noise_scale=self.shape.noise_scale,
-            draw=round_.draw,
+        return top_scores(
+            logits,
+            self._children,
+            draw=round_.draw if sampler.temperature > 0 else None,
+            positions=positions,
+            noise_scale=scale,
+            vocab=vocab,
+            target_ids=target_ids,
+        )
+
+    def _guess_in_torch(
+        self, round_: DeviceRound, logits: Tensor, positions: Tensor, seen: Seen | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same of logits over the target's vocabulary, where no kernel filters."""
+        scale, draw = self.shape.noise_scale, round_.draw
+        scores, ids = round_.sampler.guesses(
+            logits, positions, seen, count=self._children, noise_scale=scale, draw=draw
         )
         lacking = self._children - scores.shape[1]  # a filter of fewer ids than a node has children
         scores = torch.nn.functional.pad(scores, (0, lacking), value=-torch.inf)

@@ -19,6 +19,7 @@ from specq.spec.host import Download, Upload
 from specq.spec.sampling import Sampler, Seen
 from specq.spec.tree import MAX_NODES, DraftTree
 from specq.spec.verifier import Verifier
+from specq_kernels.filtered import CANDIDATES, filtered_choice
 from specq_kernels.kv_cache import compact, compact_rows
 from specq_kernels.launch import runs_kernel
 from specq_kernels.sampling import Draw, argmax, gumbel_argmax, signed
@@ -84,8 +85,7 @@ class DeviceRound:
         self._kept = torch.zeros(1, dtype=torch.int32, device=device)
         self._result = torch.zeros(MAX_NODES + 1, dtype=torch.int32, device=device)
         self._download = Download(self._result)
-        self._logits: dict[tuple[int, Sampler], Tensor] = {}
-        self._ran = 0, Sampler()
+        self._last_logits: Tensor | None = None
         self.user: Verifier | None = None
         self.sampler = self.form = Sampler()
         self.draw = Draw.of(0, 1.0, device)
@@ -97,6 +97,9 @@ class DeviceRound:
         self.draw.seed.fill_(signed(sampler.seed))
         if sampler.temperature > 0:
             self.draw.temperature.fill_(sampler.temperature)
+        if sampler.has_filter and self._last_logits is None:
+            dtype = torch.promote_types(self.model.dtype, torch.float32)
+            self._last_logits = torch.zeros(1, self.model.spec.vocab, dtype=dtype, device=self.model.device)
         self.seen.forget(0)
 
     @torch.inference_mode()
@@ -125,15 +128,15 @@ class DeviceRound:
 
     def run(self, count: int) -> None:
         """Do the round of what was loaded, of `count` nodes; nothing waits."""
-        self._ran = count, self.form
         if count in BUCKETS:
-            self.graphs.run(self._ran, lambda: self._run(count))
+            self.graphs.run((count, self.form), lambda: self._run(count))
         else:
             self._run(count)
 
     def last_row(self, row: int) -> tuple[Tensor, Tensor]:
-        """(logits [1, vocab], position [1] of the token after it) of a node of the last round."""
-        return self._logits[self._ran][row : row + 1], self._positions[row : row + 1]
+        """(logits [1, vocab], position [1] of the token after it) of the trunk's end in the last round."""
+        assert self._last_logits is not None  # only a filter leaves anything undecided
+        return self._last_logits, self._positions[row : row + 1]
 
     def _run(self, count: int) -> None:
         """A round of `count` nodes, padding included."""
@@ -164,23 +167,25 @@ class DeviceRound:
     def _sample(self, count: int) -> Tensor:
         """int64 [count]: the token after each node, UNDECIDED where it cannot be said without the host."""
         sampler, positions = self.sampler, self._positions[:count]
-        hidden = self._step.final[:count]
-        is_plain = runs_kernel(hidden) and not sampler.has_filter and not sampler.needs_seen
-        head = self.model.head
-        if is_plain and sampler.temperature == 0 and isinstance(head, DenseKernelLinear) and head.bias is None:
+        hidden, head = self._step.final[:count], self.model.head
+        is_fused = sampler.temperature == 0 and not sampler.needs_seen and runs_kernel(hidden)
+        if is_fused and isinstance(head, DenseKernelLinear) and head.bias is None:
             return w16a16_argmax(hidden, head.kernel_weight, vocab=sampler.vocab)
         logits = self.model.logits(hidden)
-        if is_plain and sampler.temperature == 0:
-            return argmax(logits, vocab=sampler.vocab)
-        if is_plain:
-            return gumbel_argmax(logits, positions, self.draw, vocab=sampler.vocab)
-        if sampler.may_be_undecided(logits):
-            self._logits[self._ran] = logits  # held, so that nothing else is written there
+        if sampler.has_filter and self._last_logits is not None:
+            self._last_logits.copy_(logits.index_select(0, self._counts[1:2] - 1))
         seen = None
         if sampler.needs_seen:
             ancestors = unpack_mask(self._step.mask[:count], count)
             seen = Seen(self.seen.ids, self._step.tokens[:count].long(), ancestors)
-        return sampler.choose(logits, positions, seen, draw=self.draw)
+        if not runs_kernel(logits) or sampler.top_k > CANDIDATES:
+            return sampler.choose(logits, positions, seen, draw=self.draw)
+        logits, vocab = sampler.penalized(logits, seen), sampler.vocab
+        if sampler.temperature == 0:
+            return argmax(logits, vocab=vocab)
+        if not sampler.has_filter:
+            return gumbel_argmax(logits, positions, self.draw, vocab=vocab)
+        return filtered_choice(logits, positions, self.draw, top_k=sampler.top_k, top_p=sampler.top_p, vocab=vocab)
 
 
 class SeenIds:

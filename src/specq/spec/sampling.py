@@ -138,6 +138,14 @@ class Sampler:
         best, columns = scores.float().log_softmax(-1).topk(min(count, scores.shape[1]), dim=-1)
         return best, columns if ids is None else ids.gather(1, columns)
 
+    def penalized(self, logits: Tensor, seen: Seen | None) -> Tensor:
+        """Logits after the repetition penalty, if there is one. Raises ValueError without the prefix it needs."""
+        if not self.needs_seen:
+            return logits
+        if seen is None:
+            raise ValueError("seen: a repetition penalty needs the prefix")
+        return penalize(logits, seen, self.repetition_penalty)
+
     def may_be_undecided(self, logits: Tensor) -> bool:
         """Whether `choose` can leave a row of these logits undecided."""
         is_cut = self.temperature > 0 and self.top_k == 0 and self.top_p < 1.0
@@ -145,11 +153,7 @@ class Sampler:
 
     def _processed(self, logits: Tensor, seen: Seen | None) -> Tensor:
         """Logits of the ids a tokenizer means, after the penalty."""
-        if self.needs_seen:
-            if seen is None:
-                raise ValueError("seen: a repetition penalty needs the prefix")
-            logits = penalize(logits, seen, self.repetition_penalty)
-        return logits[:, : self.vocab]
+        return self.penalized(logits, seen)[:, : self.vocab]
 
     def _noisy(
         self, logits: Tensor, positions: Tensor, draw: Draw | None, candidates: int | None
