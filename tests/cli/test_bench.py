@@ -91,7 +91,7 @@ def profiled(pair, monkeypatch, tmp_path) -> None:
         "key": key.record(),
         "decision": chosen.record(),
         "plan": {"context": 64, "candidates": candidates},
-        "sampling": {"temperature": 0.5, "top_p": 1.0},
+        "sampling": {"temperature": 0.5, "top_p": 1.0, "repetition_penalty": 1.0},
         "measured_at": "2026-01-01",
     }
     key.path.write_text(json.dumps(record), encoding="utf-8")
@@ -116,7 +116,10 @@ def test_what_a_profile_predicted_stands_beside_what_was_measured(call, pair, pr
     assert (auto["predicted_accept_len"], auto["measured_accept_len"]) == (2.0, measured["accept_len"])
     assert auto["measured_round_ms"] == pytest.approx(1e3 * measured["accept_len"] / measured["decode_tps"])
     done = call("bench", *pair, *ARGUMENTS, "--pipeline", "auto", "--limit", "1")
-    assert "on average for the fastest 2" in done.out
+    assert "on average for the fastest 2 (" in done.out
+    assert " % in what a round costs, " in done.out
+    both = call("bench", *pair, *ARGUMENTS, "--pipeline", "auto,sequence", "--set", "pipeline.draft_length=2,4")
+    assert "on average for the fastest 2 (" in both.out  # auto is the sequence of 2 again, that of 4 was not planned
     assert done.out.rstrip().endswith("it holds for 64 tokens of context and was measured at temperature 0.5")
 
 
