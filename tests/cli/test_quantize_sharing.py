@@ -10,16 +10,24 @@ import pytest
 from factories import random_weights, tiny_config, write_model
 from safetensors.torch import load_file
 
+from specq.compress import calibration
 from specq.models.inventory import EMBEDDING, HEAD
 
 CONFIG = tiny_config(intermediate_size=192)
-SHORT = ("--samples", "4", "--seq-len", "32", "--device", "cpu")
 ANSWER = ("--max-new-tokens", "12", "--temperature", "0", "--dtype", "float32", "--json")
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "target", CONFIG)
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> tuple[str, ...]:
+    """Flags for little calibration."""
+    text = Path(calibration.__file__).parent / "text" / "calibration.txt"
+    (tmp_path / "calib.txt").write_text(text.read_text(encoding="utf-8")[:4000], encoding="utf-8")
+    return "--calib", str(tmp_path / "calib.txt"), "--samples", "4", "--seq-len", "32", "--device", "cpu"
 
 
 @pytest.fixture
@@ -30,11 +38,13 @@ def small(tmp_path: Path) -> Path:
     return write_model(tmp_path / "small", config, weights=random_weights(config, seed=5) | lent)
 
 
-def test_a_complete_folder_becomes_one_that_shares_and_its_numbers_are_the_same(call, target, small, tmp_path) -> None:
+def test_a_complete_folder_becomes_one_that_shares_and_its_numbers_are_the_same(
+    call, target, small, short, tmp_path
+) -> None:
     shared, whole = tmp_path / "shared", tmp_path / "whole"
-    done = call("quantize", small, "-o", shared, "--share-embeddings", target, *SHORT, "--json")
+    done = call("quantize", small, "-o", shared, "--share-embeddings", target, *short, "--json")
     assert done.code == 0, done.err
-    assert call("quantize", small, "-o", whole, *SHORT).code == 0
+    assert call("quantize", small, "-o", whole, *short).code == 0
     weights, complete = load_file(shared / "model.safetensors"), load_file(whole / "model.safetensors")
     assert complete.keys() - weights.keys() == {EMBEDDING, HEAD}
     assert all(weights[name].equal(complete[name]) for name in weights)
@@ -48,7 +58,7 @@ def test_a_complete_folder_becomes_one_that_shares_and_its_numbers_are_the_same(
     ]
     card = (shared / "README.md").read_text()
     assert "Embedding, output head and tokenizer are those of `target`" in card
-    assert "specq quantize small -o DIR --share-embeddings target" in card
+    assert "specq quantize small -o DIR --share-embeddings target --calib calib.txt" in card
     answer = call("run", target, "hello", "--pipeline", "sequence", "--intermediate", shared, *ANSWER)
     plain = call("run", target, "hello", "--pipeline", "plain", *ANSWER)
     assert json.loads(answer.out)["token_ids"] == json.loads(plain.out)["token_ids"]
@@ -75,20 +85,20 @@ def test_a_folder_that_shares_already_is_quantized_with_its_lender_only(call, ta
     ).read_bytes()
 
 
-def test_another_target_and_bits_for_the_shared_head_are_refused(call, target, small, tmp_path) -> None:
+def test_another_target_and_bits_for_the_shared_head_are_refused(call, target, small, short, tmp_path) -> None:
     other = write_model(tmp_path / "other", CONFIG, seed=9)
-    done = call("quantize", small, "-o", tmp_path / "out", "--share-embeddings", other, *SHORT)
+    done = call("quantize", small, "-o", tmp_path / "out", "--share-embeddings", other, *short)
     assert done.code == 6
     assert "`model.embed_tokens.weight` of `small` is another" in done.err
-    done = call("quantize", small, "-o", tmp_path / "out", "--share-embeddings", target, "--head-bits", "8", *SHORT)
+    done = call("quantize", small, "-o", tmp_path / "out", "--share-embeddings", target, "--head-bits", "8", *short)
     assert done.code == 2
     assert "the output head is shared" in done.err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_in_4_bits_only_loses_its_embedding(call, target, small, tmp_path) -> None:
+def test_a_folder_in_4_bits_only_loses_its_embedding(call, target, small, short, tmp_path) -> None:
     whole, left, bare = tmp_path / "whole", tmp_path / "left", tmp_path / "bare"
-    assert call("quantize", small, "-o", whole, *SHORT).code == 0
+    assert call("quantize", small, "-o", whole, *short).code == 0
     done = call("quantize", whole, "-o", left, "--share-embeddings", target)
     assert done.code == 0, done.err
     assert "the 4 bits as they were" in done.out
