@@ -25,6 +25,8 @@ class RowPrediction:
     """
 
     row: str
+    pipeline: str
+    settings: tuple[tuple[str, int], ...]
     predicted_tps: float
     measured_tps: float
     off: float
@@ -52,7 +54,7 @@ class Comparison:
             "measured_at": self.forecasts.measured_at,
             "context": self.forecasts.context,
             "sampling": dict(self.forecasts.sampling),
-            "predictions": [asdict(row) for row in self.rows],
+            "predictions": [asdict(row) | {"settings": dict(row.settings)} for row in self.rows],
         }
 
     def table(self, reports: Sequence[RowReport]) -> list[list[str]]:
@@ -81,16 +83,17 @@ class Comparison:
 
     def line(self, sampling: Mapping[str, Any]) -> str:
         """How far the profile was off for the fastest rows, and what it was measured at where that differs."""
-        once = {(each.predicted_tps, each.predicted_round_ms): each for each in self.rows[::-1]}  # auto repeats another
+        once = {(each.pipeline, each.settings): each for each in self.rows[::-1]}  # auto is another row again
         fastest = sorted(once.values(), key=lambda each: -each.measured_tps)[:BEST]
         gains = [abs(each.speedup_off) for each in fastest if each.speedup_off is not None]
         parts = [f"{100 * fmean(abs(each.round_off) for each in fastest):.0f} % in what a round costs"]
         if gains:
             parts.append(f"{100 * fmean(gains):.0f} % in the speedup")
         made = self.forecasts
+        error = 100 * fmean(abs(each.off) for each in fastest)
         line = (
-            f"the profile of {made.measured_at} is off by {100 * fmean(abs(each.off) for each in fastest):.0f} % on "
-            f"average for the fastest {len(fastest)} ({', '.join(parts)}); it holds for {made.context} tokens of context"
+            f"the profile of {made.measured_at} is off by {error:.0f} % on average for the fastest {len(fastest)} "
+            f"({', '.join(parts)}); it holds for {made.context} tokens of context"
         )
         is_greedy = made.sampling.get("temperature") == sampling.get("temperature") == 0
         names = ("temperature", "repetition_penalty") if is_greedy else made.sampling
@@ -138,6 +141,8 @@ def _row(name: str, forecast: Forecast, measured: Figures) -> RowPrediction:
     speedup = measured.decode_speedup.mean if measured.decode_speedup and forecast.pipeline != "plain" else None
     return RowPrediction(
         row=name,
+        pipeline=forecast.pipeline,
+        settings=forecast.settings,
         predicted_tps=forecast.tokens_per_s,
         measured_tps=measured.decode_tps,
         off=forecast.tokens_per_s / measured.decode_tps - 1,
