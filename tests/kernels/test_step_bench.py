@@ -45,7 +45,7 @@ def test_steps_and_rounds_run(model: CausalLM) -> None:
 
 def test_heads_of_the_benchmark_draft(model: CausalLM) -> None:
     assert random_drafter(model, FORMS[0]).output is None
-    head = random_drafter(model, replace(FORMS[3], vocab=64))
+    head = random_drafter(model, replace(FORMS[4], vocab=64))
     assert head.output is not None
     DraftBench(model, 20, head).run()
     parts = (head.fc, head.layer, head.output)

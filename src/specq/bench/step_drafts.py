@@ -41,6 +41,7 @@ class HeadForm:
 
 FORMS = (
     HeadForm(16, 16),
+    HeadForm(16, 4),
     HeadForm(16, 16, TRIMMED),
     HeadForm(4, 4),
     HeadForm(4, 16, TRIMMED),

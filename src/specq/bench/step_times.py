@@ -45,6 +45,14 @@ STEP_TARGETS: Mapping[tuple[str, int, int, str], tuple[float, float]] = {
 }
 """(must, aim) in milliseconds on an H200, from facts/h200.md."""
 
+SAMPLERS: Mapping[str, Sampler] = {
+    "greedy": Sampler(),
+    "temperature": Sampler(temperature=0.6),
+    "top-p": Sampler(temperature=0.05, top_p=0.9),
+    "top-k, penalty": Sampler(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05),
+}
+"""Random models are flat, hence the low temperature beside top-p."""
+
 DRAFT_TARGETS: Mapping[str, tuple[float, float]] = {"8b": (0.9, 0.45)}
 
 
@@ -69,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for nodes, form in rows(options.nodes):
                 print(step_line(bench, name, nodes, form, bandwidth=bandwidth), flush=True)
             del bench
+        print(sampling_line(model, name, min(options.contexts)), flush=True)
         for line in draft_lines(model, name, min(options.contexts), bandwidth=bandwidth):
             print(line, flush=True)
         del model
@@ -91,6 +100,16 @@ def step_line(bench: StepBench, name: str, nodes: int, form: str, *, bandwidth: 
         f"{name:<6}{bench.context:>8}{nodes:>6} {form:<6}{step_ms:>8.3f}{round_ms:>8.3f}{floor:>8.3f}"
         f"{floor / step_ms:>6.0%}  {shares!s:<24}{goals}"
     )
+
+
+def sampling_line(model: CausalLM, name: str, context: int) -> str:
+    """What a step of 8 nodes takes by the way its tokens are sampled."""
+    times = []
+    for what, sampler in SAMPLERS.items():
+        bench = StepBench(model, context, sampler)
+        bench.load(8, "chain")
+        times.append(f"{what} {bench.step_ms():.3f}")
+    return f"{name:<6}{context:>8}     8 chain  by sampling: {', '.join(times)}"
 
 
 def draft_lines(model: CausalLM, name: str, context: int, *, bandwidth: float) -> list[str]:
@@ -117,13 +136,13 @@ def draft_lines(model: CausalLM, name: str, context: int, *, bandwidth: float) -
 class StepBench:
     """Verifications of one model behind a context of zeros; nothing stays committed."""
 
-    def __init__(self, model: CausalLM, context: int) -> None:
+    def __init__(self, model: CausalLM, context: int, sampler: Sampler | None = None) -> None:
         self.model, self.context = model, context
         cache = model.new_cache(context + 2 * MAX_NODES)
         cache.commit(context)
         self.kv_bytes = 2 * cache.k[:, :, :context].numel() * cache.k.itemsize
         self.seat = Seat(model, cache)
-        verifier = self.seat.verifier(Sampler())
+        verifier = self.seat.verifier(sampler or Sampler())
         assert isinstance(verifier, DeviceVerifier)
         self.verifier = verifier
         self._round: DeviceRound = verifier.ready([0] * (context + 1))
