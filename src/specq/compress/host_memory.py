@@ -42,7 +42,7 @@ class HostMemory:
 
     def _look(self) -> None:
         try:
-            lines = self._status.read_text(encoding="ascii").splitlines()
+            lines = self._status.read_text(encoding="ascii", errors="replace").splitlines()
         except OSError:
             return
         taken = sum(int(line.split()[1]) for line in lines if line.startswith(TAKEN))
