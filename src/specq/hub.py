@@ -27,6 +27,12 @@ class Snapshot:
     repo_id: str | None = None
     revision: str | None = None
 
+    @property
+    def name(self) -> str:
+        """What people call it: its Hub id, specq's own name for what comes with it, or the folder's name."""
+        own = next((name for name, folder in SHIPPED.items() if folder == self.path), None)
+        return self.repo_id or own or self.path.name
+
 
 def resolve_model(
     name: str, *, revision: str | None = None, offline: bool | None = None, progress: Progress | None = None

@@ -8,6 +8,7 @@ import pytest
 from factories import tiny_config
 
 from specq.checkpoint import ModelSpec
+from specq.errors import UsageError
 from specq.hub import SHIPPED, resolve_model
 from specq.models.eagle_files import HeadFiles
 from specq.models.inventory import check_tensors
@@ -22,6 +23,7 @@ from specq.recipe import (
     load_recipe,
     resolve,
 )
+from specq.spec.load import load_pipeline
 from specq.tensors import open_weights
 
 MAX_BYTES = 24_000_000
@@ -56,6 +58,13 @@ def test_shipped_intermediate_is_whole_but_for_what_the_demo_model_lends() -> No
     lent = lent_names(folder)
     assert lent == {"model.embed_tokens.weight"}
     check_tensors(spec, open_weights(folder, spec), lent=lent)
+
+
+def test_shipped_intermediate_alone_says_what_to_type() -> None:
+    with pytest.raises(UsageError, match="`specq:demo-intermediate` is no model of its own") as caught:
+        load_pipeline(DEMO_INTERMEDIATE, device="cpu")
+    assert caught.value.hint is not None
+    assert "specq chat specq:demo --pipeline sequence --intermediate specq:demo-intermediate" in caught.value.hint
 
 
 def test_demo_recipe_names_the_whole_set_and_a_command_line_may() -> None:

@@ -75,7 +75,7 @@ def load_model(
     if shared is None:
         return build_model(spec, open_weights(path, spec), device=device, dtype=dtype, engine=engine)
     if lender is None:
-        raise without_lender(path, shared)
+        raise without_lender(path.name, shared)
     return build_model(spec, open_weights(path, spec), device=device, dtype=dtype, lender=lender, engine=engine)
 
 

@@ -128,12 +128,12 @@ def require_same_rows(spec: ModelSpec, lender: ModelSpec) -> None:
         )
 
 
-def without_lender(path: Path, shared: SharedEmbeddings) -> UsageError:
-    """What there is to say to somebody who loads such a folder alone."""
+def without_lender(name: str, shared: SharedEmbeddings) -> UsageError:
+    """What there is to say to somebody who loads such a folder, called `name`, alone."""
     return UsageError(
-        f"`{path.name}` is no model of its own: it was saved without embedding and output head, which are those of "
+        f"`{name}` is no model of its own: it was saved without embedding and output head, which are those of "
         f"`{shared.lender}`",
-        hint=f"run it beside that model: specq chat {shared.lender} --pipeline sequence --intermediate {path.name}",
+        hint=f"run it beside that model: specq chat {shared.lender} --pipeline sequence --intermediate {name}",
     )
 
 

@@ -61,7 +61,7 @@ def load_pipeline(
     snapshots = {role: _snapshot(ref, offline, say) for role, ref in model_refs(recipe, wanted).items()}
     target = snapshots["target"].path
     if (shared := read_shared(target)) is not None:
-        raise without_lender(target, shared)
+        raise without_lender(snapshots["target"].name, shared)
     spec = model_spec(target)
     if recipe.quantize is not None and spec.quantization is None:
         raise UsageError(

@@ -63,7 +63,7 @@ def check_lender(job: Job) -> None:
     if shared is None:
         return
     if lender is None or job.kind != "eagle":
-        raise without_lender(job.target.path, shared)
+        raise without_lender(job.target.name, shared)
     require_lender(shared, open_weights(lender.path, model_spec(lender.path)), name=shared.lender)
 
 
