@@ -285,9 +285,8 @@ def _descend_columns(
         shares = (coupling / coupling.diagonal()[:, None]).contiguous()
         for i in range(end - start):
             scale, zero = scale_rows[groups[start + i]], zero_rows[groups[start + i]]
-            code = _nearest(block[i], scale, zero, grid)
-            codes[start + i] = code
-            errors[i] = block[i] - (code - zero) * scale
+            code = torch.div(block[i], scale, out=codes[start + i]).round_().add_(zero).clamp_(0, grid.largest)
+            torch.addcmul(block[i], code - zero, scale, value=-1, out=errors[i])
             block[i + 1 :].addr_(shares[i, i + 1 :], errors[i], alpha=-1)
         left[end:].addmm_((inverse[start:end, end:] / coupling.diagonal()[:, None]).T, errors, alpha=-1)
     placed = torch.empty_like(weight)
