@@ -68,7 +68,8 @@ def what_stays(report: Report) -> str:
             "norms and biases are in 16 bits."
         )
     if report.plan.packs_head:
-        return f"The head is in {report.settings.head_bits} bits; embeddings, norms and biases are in 16."
+        unread = ", which transformers' own GPTQ loader leaves out" if report.settings.format == "gptq" else ""
+        return f"The head is in {report.settings.head_bits} bits{unread}; embeddings, norms and biases are in 16."
     return "Embeddings, head, norms and biases are in 16 bits."
 
 

@@ -173,7 +173,9 @@ def test_a_head_is_quantized_when_asked(run: Run, tmp_path: Path, settings: dict
     assert (found - head).square().mean() < limit * head.square().mean()
     reference = logits(folder)
     assert (logits(report.output) - reference).abs().mean() < 0.5 * reference.abs().mean()
-    assert f"The head is in {bits} bits" in (report.output / "README.md").read_text()
+    card = (report.output / "README.md").read_text()
+    assert f"The head is in {bits} bits" in card
+    assert ("loader leaves out" in card) == ("format" not in settings)
 
 
 def test_the_config_names_the_heads_bits_as_readers_expect(run: Run, source: Path) -> None:
