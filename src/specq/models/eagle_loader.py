@@ -47,11 +47,11 @@ def build_head(files: HeadFiles, target: CausalLM, *, head_bits: int | None = No
             return None
         return torch.cat([files.tensor(f"{prefix}.bias") for prefix in prefixes])
 
-    def product(*prefixes: str) -> nn.Module:
+    def product(*prefixes: str, is_gate_up: bool = False) -> nn.Module:
         weights, bias = [files.linear(prefix) for prefix in prefixes], bias_of(prefixes)
         fused = fuse_rows(weights)
         if fused is not None:
-            return head_linear(fused, bias, target)
+            return head_linear(fused, bias, target, is_gate_up=is_gate_up)
         biases = bias.split([w.shape[0] for w in weights]) if bias is not None else [None] * len(weights)
         return SideBySide([head_linear(w, b, target) for w, b in zip(weights, biases, strict=True)])
 
@@ -69,7 +69,7 @@ def build_head(files: HeadFiles, target: CausalLM, *, head_bits: int | None = No
             head_norms=None,
             qkv=product(*(f"{ATTENTION}{name}_proj" for name in "qkv")),
             o=product(f"{ATTENTION}o_proj"),
-            gate_up=product(f"{MLP}gate_proj", f"{MLP}up_proj"),
+            gate_up=product(f"{MLP}gate_proj", f"{MLP}up_proj", is_gate_up=True),
             down=product(f"{MLP}down_proj"),
         ),
         rope=RopeTable(files.rope, spec.head_dim, dtype=target.dtype, device=target.device),
@@ -106,15 +106,20 @@ def _own_embedding(files: HeadFiles, target: CausalLM) -> Tensor | None:
     return own.to(target.device, target.dtype)
 
 
-def head_linear(weight: Tensor | PackedWeight, bias: Tensor | None, target: CausalLM) -> nn.Module:
-    """The product of one of a head's matrices, packed ones as the target's would be on its device."""
+def head_linear(
+    weight: Tensor | PackedWeight, bias: Tensor | None, target: CausalLM, *, is_gate_up: bool = False
+) -> nn.Module:
+    """The product of one of a head's matrices, packed ones as the target's would be on its device.
+
+    What `is_gate_up` may be multiplied with its SiLU, which `has_fused_silu` says.
+    """
     place: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
     if isinstance(weight, Tensor):
         return make_linear(weight, bias, **place)
     if runs_kernels(target.dtype, str(target.device)):
         from specq.quant.kernel_linear import make_kernel_linear
 
-        return make_kernel_linear(weight, bias, **place)
+        return make_kernel_linear(weight, bias, is_gate_up=is_gate_up, **place)
     is_narrow = target.spec.hidden < INT4_HIDDEN or target.dtype == torch.float64
     stays_packed = target.device.type == "cpu" and not is_narrow and int4_group(weight) is not None
     return make_linear(weight, bias, product="int4" if stays_packed else None, **place)
