@@ -8,7 +8,9 @@ which calls this for a model it was attached to (quant/kernel_choice.py).
 from __future__ import annotations
 
 import logging
+import os
 import weakref
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -34,10 +36,17 @@ log = logging.getLogger("specq")
 def attach_device_step(model: CausalLM, *, use_graphs: bool = True) -> None:
     """Make `model.forward` decode through a DeviceStep; where none runs the model, say why and leave it."""
     reason = why_no_step(model)
-    if reason is None:
-        model.device_step = DeviceStep(model, use_graphs=use_graphs)
-    else:
+    if reason is not None:
         log.warning(f"steps run in torch, not on our kernels: {reason}")
+        return
+    model.device_step = DeviceStep(model, use_graphs=use_graphs)
+    if model.device.type == "cuda" and not compiled_kernels().is_dir():
+        log.info("kernels are compiled when they are first used, once on this machine: the first answers take longer")
+
+
+def compiled_kernels() -> Path:
+    """Where Triton keeps what it compiled."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
 def why_no_step(model: CausalLM) -> str | None:
