@@ -249,6 +249,15 @@ def test_a_study_plans_only_what_it_was_given_an_acceptance_for(call, shapes, mo
     assert "sequence      needs an intermediate model" in done.out
 
 
+def test_shapes_of_different_vocabularies_are_exit_6(call, shapes, tmp_path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(tiny_config(vocab_size=500)))
+    given = ("--random-weights", "--intermediate", other, "--acceptance", "sequence=0.5")
+    done = call("profile", shapes[0], *given, *QUICK)
+    assert (done.code, done.out) == (6, "")
+    assert "vocabularies of 320 and 500 ids" in done.err
+
+
 def test_a_study_that_does_not_fit_is_exit_7_before_anything_is_made(call, monkeypatch) -> None:
     monkeypatch.setattr("specq.profile.study.free_bytes", lambda device: 10**9)
     done = call("profile", "70b", "--random-weights", "--intermediate", "8b", *QUICK)

@@ -15,7 +15,7 @@ import torch
 
 from specq.checkpoint import ModelSpec
 from specq.environment import describe_environment
-from specq.errors import UsageError
+from specq.errors import UnsupportedError, UsageError
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_loader import build_head
 from specq.models.inventory import expected_tensors
@@ -24,6 +24,7 @@ from specq.models.memory import MemoryEstimate, estimate_bytes, free_bytes, requ
 from specq.models.random_weights import RandomWeights, random_head, random_model, shape_config
 from specq.profile.acceptance import Rates
 from specq.profile.subject import LARGEST, SEED, Request, Subject
+from specq.recipe import Recipe
 from specq.spec.decision import ProfileKey
 from specq.spec.load import choose_context, choose_device, set_threads
 from specq.spec.pipelines import PIPELINES, HeadSeat, Parts, Seat
@@ -50,7 +51,47 @@ def make_subject(request: Request, say: Callable[[str], None]) -> Subject:
     """
     recipe, given = request.recipe, request.by_hand
     device = choose_device(request.device)
-    kind = torch.device(device).type
+    shapes = _shapes(recipe, given)
+    configs = {role: shape_config(name) for role, name in shapes.items()}
+    specs = {role: ModelSpec.from_config(config) for role, config in configs.items()}
+    if len(sizes := {spec.vocab for spec in specs.values()}) > 1:
+        raise UnsupportedError(
+            f"shapes with vocabularies of {' and '.join(map(str, sorted(sizes)))} ids cannot draft for each other",
+            hint="give both the same vocab_size",
+        )
+    limit = choose_context(specs["target"], recipe.context)
+    contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
+    headed = {role for role, name in (("target", "eagle2"), ("intermediate", "inner")) if name in given}
+    estimates = [
+        _estimate(spec, device, request.dtype, contexts[role], has_head=role in headed) for role, spec in specs.items()
+    ]
+    require_memory(estimates, limit, device=device, free=free_bytes(device))
+    seats: dict[str, Any] = {}
+    for role, config in configs.items():
+        say(f"making random weights of {shapes[role]}")
+        model = random_model(config, device=device, dtype=request.dtype, use_graphs=request.use_graphs)
+        seats |= _seats(role, model, contexts[role], recipe, has_head=role in headed)
+    parts = Parts(**seats)
+    if device == "cpu":
+        set_threads(parts.target.model, request.threads)
+    digests = {role: _digest(config) for role, config in configs.items()}
+    prompt_tokens, vocab = PROMPT_TOKENS[torch.device(device).type], specs["target"].vocab
+    return Subject(
+        parts=parts,
+        sampler=Sampler(seed=SEED, vocab=vocab),
+        stop_ids=frozenset(),
+        context=limit,
+        encode=lambda room: _prompts(vocab, min(prompt_tokens, room - 1)),
+        available={name: each.missing(parts.roles) or _not_given(name, given) for name, each in PIPELINES.items()},
+        key=ProfileKey.of(digests, device=device, dtype=request.dtype, use_graphs=request.use_graphs),
+        environment=describe_environment(device)
+        | {"models": {f"{name} (random weights)": None for name in shapes.values()}},
+        load_dense=lambda context: _dense(configs["target"], device=device, dtype=request.dtype, context=context),
+    )
+
+
+def _shapes(recipe: Recipe, given: Mapping[str, Rates]) -> dict[str, str]:
+    """The names of shapes by role. Raises UsageError for an acceptance of an intermediate that is not named."""
     shapes = {"target": recipe.target.model}
     if recipe.intermediate is not None:
         shapes["intermediate"] = recipe.intermediate.model
@@ -59,44 +100,23 @@ def make_subject(request: Request, say: Callable[[str], None]) -> Subject:
             f"`--acceptance {lacking[0]}=...` is that of an intermediate model, and there is none",
             hint="add --intermediate with its shape, for example --intermediate 8b",
         )
-    configs = {role: shape_config(name) for role, name in shapes.items()}
-    specs = {role: ModelSpec.from_config(config) for role, config in configs.items()}
-    limit = choose_context(specs["target"], recipe.context)
-    contexts = {role: min(limit, spec.max_context) for role, spec in specs.items()}
-    headed = {role for role, name in (("target", "eagle2"), ("intermediate", "inner")) if name in given}
-    estimates = [
-        _estimate(spec, device, request.dtype, contexts[role], has_head=role in headed) for role, spec in specs.items()
-    ]
-    require_memory(estimates, limit, device=device, free=free_bytes(device))
-    scratch = (max(LARGEST.depth, recipe.drafter.depth) - 1) * max(LARGEST.top_k, recipe.drafter.top_k)
-    seats: dict[str, Any] = {}
-    for role, config in configs.items():
-        say(f"making random weights of {shapes[role]}")
-        model = random_model(config, device=device, dtype=request.dtype, use_graphs=request.use_graphs)
-        slots = contexts[role] + MAX_NODES
-        seats[role] = Seat(model, model.new_cache(slots, features="final" if role in headed else None))
-        if role in headed:
-            files = random_head(model)
-            head = build_head(files, model)
-            seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + scratch), files)
-    parts = Parts(**seats)
-    if device == "cpu":
-        set_threads(parts.target.model, request.threads)
-    names = {f"{name} (random weights)": None for name in shapes.values()}
-    digests = {
-        role: hashlib.sha256(json.dumps([config, "random"]).encode()).hexdigest() for role, config in configs.items()
-    }
-    return Subject(
-        parts=parts,
-        sampler=Sampler(seed=SEED, vocab=specs["target"].vocab),
-        stop_ids=frozenset(),
-        context=limit,
-        encode=lambda room: _prompts(specs["target"].vocab, min(PROMPT_TOKENS[kind], room - 1)),
-        available={name: each.missing(parts.roles) or _not_given(name, given) for name, each in PIPELINES.items()},
-        key=ProfileKey.of(digests, device=device, dtype=request.dtype, use_graphs=request.use_graphs),
-        environment=describe_environment(device) | {"models": names},
-        load_dense=lambda context: _dense(configs["target"], device=device, dtype=request.dtype, context=context),
-    )
+    return shapes
+
+
+def _seats(role: str, model: CausalLM, context: int, recipe: Recipe, *, has_head: bool) -> dict[str, Any]:
+    """The model's seat, and that of a head for it, with room for the largest tree that is tried."""
+    slots = context + MAX_NODES
+    seats: dict[str, Any] = {role: Seat(model, model.new_cache(slots, features="final" if has_head else None))}
+    if has_head:
+        scratch = (max(LARGEST.depth, recipe.drafter.depth) - 1) * max(LARGEST.top_k, recipe.drafter.top_k)
+        files = random_head(model)
+        head = build_head(files, model)
+        seats[f"{role}_head"] = HeadSeat(head, head.new_cache(slots + scratch), files)
+    return seats
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([config, "random"]).encode()).hexdigest()
 
 
 def _estimate(spec: ModelSpec, device: str, dtype: str, context: int, *, has_head: bool) -> MemoryEstimate:
