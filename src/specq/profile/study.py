@@ -26,7 +26,7 @@ from specq.profile.acceptance import Rates
 from specq.profile.subject import LARGEST, SEED, Request, Subject
 from specq.recipe import Recipe
 from specq.spec.decision import ProfileKey
-from specq.spec.load import choose_context, choose_device, set_threads
+from specq.spec.load import choose_context, set_threads, take_device
 from specq.spec.pipelines import PIPELINES, HeadSeat, Parts, Seat
 from specq.spec.sampling import Sampler
 from specq.spec.tree import MAX_NODES
@@ -50,7 +50,7 @@ def make_subject(request: Request, say: Callable[[str], None]) -> Subject:
     Raises UsageError for a name that is no shape, NotEnoughMemoryError before anything is made.
     """
     recipe, given = request.recipe, request.by_hand
-    device = choose_device(request.device)
+    device = take_device(request.device)
     shapes = _shapes(recipe, given)
     configs = {role: shape_config(name) for role, name in shapes.items()}
     specs = {role: ModelSpec.from_config(config) for role, config in configs.items()}

@@ -54,9 +54,7 @@ def load_pipeline(
     """
     say = on_progress or (lambda text: None)
     recipe = recipe if isinstance(recipe, Recipe) else resolve(recipe)
-    device = choose_device(device)
-    if device != "cpu":
-        torch.cuda.set_device(device)  # kernels, streams and graphs are made on the current one
+    device = take_device(device)
     wanted = pipeline or recipe.pipeline.name
     snapshots = {role: _snapshot(ref, offline, say) for role, ref in model_refs(recipe, wanted).items()}
     target = snapshots["target"].path
@@ -144,9 +142,17 @@ def choose_device(name: str) -> str:
     if number >= count:
         found = f"this machine has {count} GPU{'s' if count != 1 else ''} that torch can use"
         raise UsageError(f"device `{name}` is not there: {found}", hint="specq doctor shows what was found")
-    if count > 1 and not index:
-        log.warning("several GPUs: cuda:0 is used, choose another with --device cuda:N")
     return f"cuda:{number}"
+
+
+def take_device(name: str) -> str:
+    """As `choose_device`; a GPU is then the current one, and of several it is said which is used."""
+    device = choose_device(name)
+    if device != "cpu":
+        torch.cuda.set_device(device)  # kernels, streams and graphs are made on the current one
+        if name in ("auto", "cuda") and torch.cuda.device_count() > 1:
+            log.warning("several GPUs: cuda:0 is used, choose another with --device cuda:N")
+    return device
 
 
 def choose_context(spec: ModelSpec, asked: int | None) -> int:
