@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -206,6 +207,20 @@ def test_long_prompts_are_caught_up_with(
         )
         assert decode(speculator, prompt, 20) == plain_text(target, Sampler(), prompt, 20)
         assert_cache_holds(speculator, [*prompt, *plain_text(target, Sampler(), prompt, 20)])
+
+
+@pytest.mark.parametrize(("depth", "top_k"), [(6, 20), (2, 64), (1, 64), (3, 70)])
+def test_trees_the_kernels_do_not_hold_are_drafted_all_the_same(
+    target: CausalLM, static: CausalLM, static_intermediates: dict[str, CausalLM], depth: int, top_k: int
+) -> None:
+    recipe = make_recipe(nodes=40, depth=depth, top_k=top_k)
+    parts = make_parts(static, static_intermediates["same"])
+    head = parts.target_head
+    assert head is not None
+    roomy = replace(parts, target_head=replace(head, cache=head.head.new_cache(CONTEXT + 64 + depth * top_k)))
+    speculator = PIPELINES["eagle2"].build(roomy, Sampler(), recipe)
+    assert decode(speculator, [1, 2, 3], 12) == plain_text(target, Sampler(), [1, 2, 3], 12)
+    assert any(r.drafted for r in speculator.rounds)
 
 
 def _no_compaction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from specq.spec.eagle_tree import EagleTree, TreeShape
 from specq.spec.host import Upload
 from specq.spec.sampling import Seen
 from specq.spec.tree import MAX_NODES, DraftTree, chain
-from specq_kernels.draft_tree import Candidates, Level, best_candidates, grow_level
+from specq_kernels.draft_tree import MAX_CANDIDATES, Candidates, Level, best_candidates, grow_level
 from specq_kernels.filtered import CANDIDATES, filtered_scores
 from specq_kernels.launch import runs_kernel
 from specq_kernels.top_scores import MAX_COUNT, top_scores
@@ -76,9 +76,9 @@ class EagleDrafting:
         self._children = min(shape.top_k, columns)
 
     def fits(self, trunk: int, depth: int) -> bool:
-        """Whether the nodes that run fit the mask, and what a node has of children the kernels."""
-        is_small = trunk + max(depth - 1, 0) * self.shape.top_k <= MAX_NODES
-        return is_small and self._children <= MAX_COUNT and self.shape.top_k * self._children <= MAX_NODES**2
+        """Whether the nodes that run fit the mask, and what is drafted the kernels."""
+        runs = trunk + max(depth - 1, 0) * self.shape.top_k
+        return runs <= MAX_NODES and self._children <= MAX_COUNT and self.candidates(depth) <= MAX_CANDIDATES
 
     def candidates(self, depth: int) -> int:
         """Nodes drafted at this depth."""
