@@ -85,15 +85,14 @@ def _pair_kernel(
     target = pair_ptr + i.to(tl.int64) * (width + size) + offs
     if tl.program_id(1) == 0:
         mask = offs < width
-        source = embedding_ptr + tl.load(token_ptr + i).to(tl.int64) * width + offs
-        half = tl.load(source, mask=mask, other=0.0).to(kind)
+        # no name for the pointer: in the other branch it may be of another type
+        half = tl.load(embedding_ptr + tl.load(token_ptr + i).to(tl.int64) * width + offs, mask=mask, other=0.0).to(kind)
         if HAS_NORM:
             half = _normed(half, tl.load(embedding_norm_ptr + offs, mask=mask, other=0.0), width, eps).to(kind)
         tl.store(target, half, mask=mask)
     else:
         mask = offs < size
-        source = state_ptr + tl.load(row_ptr + i).to(tl.int64) * size + offs
-        half = tl.load(source, mask=mask, other=0.0)
+        half = tl.load(state_ptr + tl.load(row_ptr + i).to(tl.int64) * size + offs, mask=mask, other=0.0)
         tl.store(out_ptr + i.to(tl.int64) * size + offs, half, mask=mask)
         if HAS_NORM:
             half = _normed(half, tl.load(state_norm_ptr + offs, mask=mask, other=0.0), size, eps).to(kind)
