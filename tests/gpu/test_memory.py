@@ -55,4 +55,4 @@ def test_a_4_bit_model_takes_what_was_predicted() -> None:
         f"said {said.activations / mib:.0f}; all {whole / mib:.0f}, said {said.total / mib:.0f}"
     )
     assert weights == pytest.approx(said.weights, rel=0.03)
-    assert whole == pytest.approx(said.total, rel=0.06)
+    assert whole == pytest.approx(said.total, rel=0.04)
