@@ -114,8 +114,8 @@ def test_graphs_equal_no_graphs(parts: Parts, eager: Parts, name: str, sampler: 
 def test_trees_are_those_of_the_definition_up_to_near_ties(parts: Parts, name: str) -> None:
     """In float32 they are equal (tests/kernels); in bf16 the scores of a random head's branches move.
 
-    Of torch's own trees of these models on a CPU, bf16 and float32 share 0.85 (greedy) and 0.81 (noise) of the branches,
-    and behind a filter, whose edge cuts whole branches, 0.88 and 0.89 of the first level.
+    Of torch's own trees of these models on a CPU, those in bf16 and in float32 share 0.85 (greedy) and 0.81 (noise) of
+    the branches, and behind a filter, whose edge cuts whole branches, 0.88 and 0.89 of the first level.
     """
     levels, least = (1, 0.7) if SAMPLERS[name].has_filter else (9, 0.75)
     shared = total = 0
