@@ -129,15 +129,16 @@ class StepCurve:
 class CostModel:
     """Everything that was timed: steps by model role, drafting of a round by head role and shape, lookup, the loop.
 
-    `drafting[role][(depth, top_k, head_bits)][context]` is one whole drafting of a head. `loop_ms` is what a decode
-    round spends outside drafting and verification. `drift` is how far the two halves of the measurement differ, as a
-    share.
+    `drafting[role][(depth, top_k, head_bits)][context]` is one whole drafting of a head. `loop_ms` is what a plain
+    round took beyond its step when it ran among others, `extra_ms` what those of other pipelines took beyond their
+    parts and that. `drift` is how far the two halves of the measurement differ, as a share.
     """
 
     steps: Mapping[str, StepCurve]
     drafting: Mapping[str, Mapping[tuple[int, int, int], Mapping[int, Timing]]] = field(default_factory=dict)
     lookup: Mapping[int, Timing] = field(default_factory=dict)
     loop_ms: float = 0.0
+    extra_ms: Mapping[str, float] = field(default_factory=dict)
     drift: float = 0.0
 
     def plain_round(self, context: float) -> Cost:
@@ -168,6 +169,7 @@ class CostModel:
             "drafting": drafting,
             "lookup": [{"context": context, **timing.record()} for context, timing in sorted(self.lookup.items())],
             "loop_ms": self.loop_ms,
+            "extra_ms": dict(self.extra_ms),
             "drift": self.drift,
         }
 

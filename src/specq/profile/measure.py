@@ -122,7 +122,7 @@ def time_models(
         parts.rollback(0)
 
 
-def cost_model(samples: Samples[AnyKey], *, loop_ms: float) -> CostModel:
+def cost_model(samples: Samples[AnyKey]) -> CostModel:
     """The cost model of what was timed."""
     steps: dict[str, dict[str, dict[int, dict[int, Timing]]]] = {}
     drafting: dict[str, dict[tuple[int, int, int], dict[int, Timing]]] = {}
@@ -137,7 +137,7 @@ def cost_model(samples: Samples[AnyKey], *, loop_ms: float) -> CostModel:
             prefill[key.role] = timing.median_ms / key.tokens
     lookup = next(iter(drafting.pop("lookup", {}).values()), {})
     curves = {role: StepCurve(forms, prefill.get(role)) for role, forms in steps.items()}
-    return CostModel(curves, drafting, lookup, loop_ms, samples.drift())
+    return CostModel(curves, drafting, lookup, drift=samples.drift())
 
 
 def tree_of(tokens: Sequence[int], *, device: torch.device) -> DraftTree:

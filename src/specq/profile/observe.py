@@ -52,9 +52,13 @@ class Run:
     seconds: float
 
     @property
-    def loop_ms(self) -> float:
-        """What all rounds spent outside drafting and verifying."""
-        return max(0.0, self.seconds * 1e3 - sum(r.draft_ms + r.verify_ms for r in self.rounds))
+    def round_ms(self) -> float | None:
+        """What a round took on average, the first apart: a head catches up with the prompt in it. None without more."""
+        parts = [r.draft_ms + r.verify_ms for r in self.rounds]
+        if len(parts) < 2:
+            return None
+        loop_ms = max(0.0, self.seconds * 1e3 - sum(parts)) / len(parts)
+        return statistics.fmean(parts[1:]) + loop_ms
 
 
 def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int], *, seconds: float = math.inf) -> Run:
@@ -84,7 +88,8 @@ def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int], 
 class Observation:
     """What was seen of the pipelines so far; usable at any time, so that an interrupted run keeps what it has.
 
-    Trees are kept by the top-k and head bits they were drafted with.
+    Trees are kept by the top-k and head bits they were drafted with. `timed` are (candidate, context, milliseconds a
+    round) of all runs.
     """
 
     plain: list[Run] = field(default_factory=list)
@@ -92,14 +97,9 @@ class Observation:
     sequence: list[Run] = field(default_factory=list)
     eagle2: dict[tuple[int, int], list[TreeRound]] = field(default_factory=dict)
     inner: dict[tuple[int, int], list[TreeRound]] = field(default_factory=dict)
+    timed: list[tuple[Candidate, float, float]] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
     prompts: set[int] = field(default_factory=set)
-
-    @property
-    def loop_ms(self) -> float:
-        """Milliseconds of a plain decode round outside drafting and verifying."""
-        per_round = [run.loop_ms / len(run.rounds) for run in self.plain if run.rounds]
-        return statistics.median(per_round) if per_round else 0.0
 
     def acceptance(self, trees: Sequence[Tree], by_hand: Mapping[str, Rates], recipe_tree: Tree) -> Acceptance:
         """The rates of what was seen; what is given by hand comes before it (a tree's for the recipe's shape)."""
@@ -157,6 +157,8 @@ def _run_task(
         rounds = trees.setdefault((sizes["drafter.top_k"], sizes["drafter.head_bits"]), [])
         watched.observer = lambda tree, decided: rounds.append(_tree_round(tree, decided))
     run = run_prompt(setting, speculator, prompt, seconds=seconds)
+    if run.round_ms is not None:
+        found.timed.append((candidate, len(prompt) + len(run.rounds) / 2, run.round_ms))
     if kind in ("plain", "lookup", "sequence"):
         getattr(found, kind).append(run)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from specq.profile.acceptance import Acceptance, Rates
@@ -131,7 +132,7 @@ def predict(costs: CostModel, candidate: Candidate, round_: Round, *, context: f
 
 
 def plain_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
-    yield Candidate("plain"), _round(costs, 1.0, 0.0, Cost(0.0), costs.steps["target"].step(1, context))
+    yield Candidate("plain"), _round(costs, "plain", 1.0, 0.0, Cost(0.0), costs.steps["target"].step(1, context))
 
 
 def lookup_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
@@ -149,6 +150,7 @@ def lookup_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> P
             Candidate("lookup", (("pipeline.draft_length", length),)),
             _round(
                 costs,
+                "lookup",
                 1 + share * rates.accepted(length),
                 share * rates.error(length),
                 draft,
@@ -170,7 +172,7 @@ def sequence_rounds(costs: CostModel, acceptance: Acceptance, context: float) ->
         verify = costs.steps["target"].step(length + 1, context)
         yield (
             Candidate("sequence", (("pipeline.draft_length", length),)),
-            _round(costs, 1 + rates.accepted(length), rates.error(length), draft, verify),
+            _round(costs, "sequence", 1 + rates.accepted(length), rates.error(length), draft, verify),
         )
 
 
@@ -184,7 +186,7 @@ def eagle2_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> P
         verify = target.step(tree.nodes, context, form=form)
         yield (
             Candidate("eagle2", tree_settings(tree)),
-            _round(costs, 1 + rates.accepted(tree.depth), rates.error(tree.depth), draft, verify),
+            _round(costs, "eagle2", 1 + rates.accepted(tree.depth), rates.error(tree.depth), draft, verify),
         )
 
 
@@ -215,7 +217,7 @@ def hierarchical_rounds(costs: CostModel, acceptance: Acceptance, context: float
             tokens = 1 + sum(chance * outer.accepted(length) for length, chance in lengths.items())
             error = math.hypot(outer.error(longest), _length_error(rates, tree.depth, outer, min_draft))
             settings = (*tree_settings(tree), ("pipeline.min_draft", min_draft))
-            yield Candidate("hierarchical", settings), _round(costs, tokens, error, draft, verify)
+            yield Candidate("hierarchical", settings), _round(costs, "hierarchical", tokens, error, draft, verify)
 
 
 PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
@@ -225,6 +227,27 @@ PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
     "eagle2": eagle2_rounds,
     "hierarchical": hierarchical_rounds,
 }
+
+
+def with_real_rounds(
+    costs: CostModel, acceptance: Acceptance, seen: Sequence[tuple[Candidate, float, float]]
+) -> CostModel:
+    """The cost model with what rounds of pipelines that ran took beyond the sum of their parts.
+
+    `seen` are (candidate, context, milliseconds a round). What they took more is at most a plain step: larger
+    differences are other work of the machine. Of several runs the median counts.
+    """
+    bare = replace(costs, loop_ms=0.0, extra_ms={})
+    more: dict[str, list[float]] = {}
+    for candidate, context, ms in seen:
+        expected = dict(PREDICTORS[candidate.pipeline](bare, acceptance, context)).get(candidate)
+        if expected is not None:
+            most = costs.steps["target"].step(1, context).ms
+            more.setdefault(candidate.pipeline, []).append(min(max(ms - expected.cost.ms, 0.0), most))
+    medians = {pipeline: median(values) for pipeline, values in more.items()}
+    loop_ms = medians.pop("plain", costs.loop_ms)
+    extra_ms = {pipeline: max(0.0, value - loop_ms) for pipeline, value in medians.items()}
+    return replace(costs, loop_ms=loop_ms, extra_ms=extra_ms)
 
 
 def form_of(tree: Tree) -> str:
@@ -253,9 +276,16 @@ def draft_lengths(chances: Sequence[float], at_least: int) -> tuple[float, dict[
 
 
 def _round(
-    costs: CostModel, tokens: float, error: float, draft: Cost, verify: Cost, *, drafting: Cost | None = None
+    costs: CostModel,
+    pipeline: str,
+    tokens: float,
+    error: float,
+    draft: Cost,
+    verify: Cost,
+    *,
+    drafting: Cost | None = None,
 ) -> Round:
-    loop = Cost(costs.loop_ms)
+    loop = Cost(costs.loop_ms + costs.extra_ms.get(pipeline, 0.0))
     return Round(tokens, error, draft, verify, loop, (drafting or draft + verify) + loop)
 
 

@@ -14,7 +14,7 @@ from specq.profile.cost import Tree
 from specq.profile.measure import AnyKey, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models
 from specq.profile.observe import Observation, Setting, observe, remeasure
 from specq.profile.plan import Plan, Verdict, levels, plan, settle
-from specq.profile.predict import LONGEST_SEQUENCE, LOOKUP_LENGTHS, Candidate, tree_settings
+from specq.profile.predict import LONGEST_SEQUENCE, LOOKUP_LENGTHS, Candidate, tree_settings, with_real_rounds
 from specq.profile.result import Profile
 from specq.profile.split import split_steps
 from specq.profile.study import make_subject
@@ -164,9 +164,10 @@ class _Run:
     def _summarize(self) -> None:
         """Put what was measured so far into the profile; draft heads of other bits have been made by then."""
         self.profile.memory = memory_of(self.parts)
+        acceptance = self.seen.acceptance(drafted_trees(self.grid), self.request.by_hand, self.recipe_tree)
         if any(isinstance(key, StepKey) for key in self.samples):
-            self.profile.costs = cost_model(self.samples, loop_ms=self.seen.loop_ms)
-        self.profile.acceptance = self.seen.acceptance(drafted_trees(self.grid), self.request.by_hand, self.recipe_tree)
+            self.profile.costs = with_real_rounds(cost_model(self.samples), acceptance, self.seen.timed)
+        self.profile.acceptance = acceptance
         self.profile.num_prompts = len(self.seen.prompts)
 
     def _plan(self, context: int) -> Plan:
@@ -245,7 +246,7 @@ class _Run:
             on_round=lambda done: self.say(f"timing the target unquantized: round {done}"),
         )
         assert self.profile.costs is not None
-        dense = cost_model(samples, loop_ms=0.0).steps["target"]
+        dense = cost_model(samples).steps["target"]
         self.profile.costs = self.profile.costs.with_steps(UNQUANTIZED, dense)
 
     def _fitting_prompts(self) -> list[list[int]]:

@@ -133,7 +133,7 @@ def test_every_step_and_drafting_of_every_model_is_timed(parts: Parts) -> None:
     samples: Samples = Samples()
     lookup = PromptLookup(draft_length=4, max_ngram=3)
     time_models(parts, Sampler(), TEXT, GRID, samples, lookup=lookup, seconds=0.0, rounds=3)
-    costs = cost_model(samples, loop_ms=0.5)
+    costs = cost_model(samples)
     for role in ("target", "intermediate"):
         assert {k for k in samples if isinstance(k, StepKey) and k.role == role} == {
             StepKey(role, form, context, nodes)
@@ -143,7 +143,7 @@ def test_every_step_and_drafting_of_every_model_is_timed(parts: Parts) -> None:
         }
         assert set(costs.drafting[f"{role}_head"]) == {(1, 4, 16), (3, 4, 16)}
         assert costs.steps[role].prefill_ms_per_token > 0
-    assert costs.plain_round(10).ms > 0.5
+    assert costs.plain_round(10).ms > 0
     assert set(costs.lookup) == {10, 40}
     assert (parts.target.cache.length, parts.target_head.cache.length) == (0, 0)
     deep, flat = costs.draft("target_head", Tree(16, 3, 4), 10), costs.draft("target_head", Tree(4, 1, 4), 10)
@@ -203,7 +203,7 @@ def test_expected_tokens_are_those_of_the_rounds_seen(parts: Parts) -> None:
     for rates, seen in ((acceptance.eagle2, found.eagle2), (acceptance.inner, found.inner)):
         accepted = [len(r.path) for r in seen[4, 16]]
         assert rates[tree].accepted(3) == pytest.approx(sum(accepted) / len(accepted), rel=0.05)
-    assert found.loop_ms >= 0
+    assert {candidate for candidate, _, ms in found.timed if ms > 0} == {candidate for candidate, _ in TASKS}
 
 
 def test_lookup_that_found_nothing_is_known_to_find_nothing(parts: Parts) -> None:

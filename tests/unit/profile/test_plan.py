@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from specq.profile.acceptance import Acceptance, Rates
 from specq.profile.cost import CostModel, StepCurve, Timing, Tree
 from specq.profile.plan import MODELS_OF, Plan, explain, levels, plan, settle
-from specq.profile.predict import PREDICTORS, Candidate, Measured, draft_lengths
+from specq.profile.predict import PREDICTORS, Candidate, Measured, draft_lengths, with_real_rounds
 from specq.spec.pipelines import PIPELINES
 
 CONTEXT = 256
 EVERYTHING: dict[str, str | None] = dict.fromkeys(PREDICTORS)
 TREE = Tree(60, 5, 10)
+TREE_KEYS = (("drafter.nodes", 60), ("drafter.depth", 5), ("drafter.top_k", 10))
 
 
 def steps(ratios: dict[int, float], *, one: float = 10.0, spread: float = 0.01, tree: dict[int, float] | None = None):
@@ -115,6 +116,28 @@ def test_a_four_bit_target_turns_the_tree_into_a_sequence() -> None:
     assert order == ["hierarchical", "sequence", "eagle2", "plain"]
     assert found.winner.candidate.pipeline == "hierarchical"
     assert explain(found).startswith("hierarchical (nodes 30, depth 3, top_k 10, head_bits 16, min_draft ")
+
+
+def test_what_rounds_took_beyond_their_parts_counts_for_their_pipeline() -> None:
+    costs = CostModel({"target": steps(FLAT)}, {"target_head": {TREE[1:]: timing(2.0)}}, {CONTEXT: Timing(0, 0, 0, 1)})
+    acceptance = Acceptance(eagle2={TREE: rates(0.8)}, lookup=rates(0.5), lookup_share=0.5)
+    tree, lookup = (
+        Candidate("eagle2", (*TREE_KEYS, ("drafter.head_bits", 16))),
+        Candidate("lookup", (("pipeline.draft_length", 2),)),
+    )
+    seen = [
+        (Candidate("plain"), CONTEXT, 10.4),
+        (tree, CONTEXT, 16.0),  # 2 ms of drafting, 12 of verifying: 2 more than that, 1.6 more than a plain round's
+        (lookup, CONTEXT, 90.0),  # the machine did something else
+        (Candidate("eagle2", (("drafter.nodes", 5),)), CONTEXT, 1.0),  # was not planned
+    ]
+    found = with_real_rounds(costs, acceptance, seen)
+    assert found.loop_ms == pytest.approx(0.4)
+    assert found.extra_ms == {"eagle2": pytest.approx(1.6), "lookup": pytest.approx(9.6)}
+    planned = {p.candidate: p.round_ms for p in make_plan(found, acceptance).ranking}
+    assert planned[Candidate("plain")] == pytest.approx(10.4)
+    assert planned[tree] == pytest.approx(16.0)
+    assert with_real_rounds(costs, acceptance, []).loop_ms == 0.0
 
 
 def test_a_coarser_draft_head_is_chosen_where_it_saves_more_than_it_loses() -> None:
