@@ -15,7 +15,7 @@ from specq.errors import UsageError
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_files import ATTENTION, MLP, MLP_NORM, HeadFiles
 from specq.models.inventory import expected_tensors
-from specq.models.loader import Engine, build_model
+from specq.models.loader import DTYPES, Engine, build_model
 from specq.quant.packed import PackedWeight
 
 GROUP = 128
@@ -84,7 +84,7 @@ def random_model(config: Mapping[str, Any], *, device: str, dtype: str, use_grap
 
 
 def random_head(target: CausalLM) -> HeadFiles:
-    """An EAGLE-2 head for this model with random 16-bit weights: one layer of the model's own sizes and the fc."""
+    """An EAGLE-2 head for this model with random weights in its type: one layer of the model's own sizes and the fc."""
     spec = target.spec
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -106,14 +106,14 @@ def random_head(target: CausalLM) -> HeadFiles:
         "rope_theta": spec.rope.theta,
         "max_position_embeddings": spec.max_context,
     }
-    return HeadFiles.from_source(config, _RandomTensors(shapes, target.device))
+    return HeadFiles.from_source(config, _RandomTensors(shapes, target.device, target.dtype))
 
 
 class _RandomTensors:
-    """Dense random tensors of these shapes, drawn anew at every call; vectors are ones."""
+    """Dense random tensors of these shapes and this type, drawn anew at every call; vectors are ones."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        self._shapes, self._device = shapes, device
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
+        self._shapes, self._device, self._dtype = shapes, device, dtype
 
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
@@ -124,8 +124,8 @@ class _RandomTensors:
     def tensor(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.float16, device=self._device)
-        return torch.randn(shape, dtype=torch.float16, device=self._device) * shape[1] ** -0.5
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        return torch.randn(shape, dtype=self._dtype, device=self._device) * shape[1] ** -0.5
 
     def integers(self, name: str) -> Tensor:
         raise KeyError(name)
@@ -141,7 +141,7 @@ class RandomWeights(_RandomTensors):
     """A weight source of random tensors: products in 4 bits where the spec is of a quantized model, the rest dense."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        super().__init__(expected_tensors(spec), device)
+        super().__init__(expected_tensors(spec), device, DTYPES[spec.dtype])
         self._quantization: QuantSpec | None = spec.quantization
 
     def linear(self, prefix: str) -> Tensor | PackedWeight:
