@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specq.models.rope import rotate
 
 FOLDED_NODES = 64
 """Up to here the queries that share a key head become rows of one product, which reads K and V once."""
+
+GPU_ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Not cuDNN's, which takes some 70 ms to plan for every new number of rows (H200, torch 2.11)."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,13 @@ class AttentionView:
     """What the nodes of one forward see in layers of one window: slots from `start` on, under `mask`.
 
     `mask` is additive, [rows, slots]; with no mask the nodes see every slot, or the causal part when `is_causal`.
+    With `is_folded` its rows are those of all queries that share a key head, node by node.
     """
 
     start: int
     mask: Tensor | None
     is_causal: bool
+    is_folded: bool
 
 
 class LayerShape(Protocol):
@@ -142,18 +149,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, view: AttentionView) -> Tensor:
     """[nodes, heads * head_dim]: queries [nodes, heads, head_dim] over k and v [1, kv_heads, slots, head_dim]."""
     nodes, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    if nodes > FOLDED_NODES:
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            k,
-            v,
-            attn_mask=view.mask,
-            is_causal=view.is_causal,
-            enable_gqa=heads != kv_heads,
-        )
-        return out[0].transpose(0, 1).reshape(nodes, heads * head_dim)
-    rows = q.reshape(nodes, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=view.mask)  # [1, kv_heads, nodes * group, head_dim]
+    with sdpa_kernel(list(GPU_ATTENTION)) if q.is_cuda else nullcontext():
+        if not view.is_folded:
+            out = F.scaled_dot_product_attention(
+                q.transpose(0, 1).unsqueeze(0),
+                k,
+                v,
+                attn_mask=view.mask,
+                is_causal=view.is_causal,
+                enable_gqa=heads != kv_heads,
+            )
+            return out[0].transpose(0, 1).reshape(nodes, heads * head_dim)
+        rows = q.reshape(nodes, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=view.mask)  # [1, kv_heads, nodes * group, head_dim]
     # The kernels of a GPU lay their output out in other orders, so this may copy.
     return out.reshape(kv_heads, nodes, -1).transpose(0, 1).reshape(nodes, heads * head_dim)
 
@@ -178,11 +186,10 @@ def attention_view(
     nodes = asking.shape[0]
     start = 0 if window is None else max(0, base + 1 - window)
     if nodes == 1 and (ancestors is None or end == base + 1):
-        return AttentionView(start, None, False)
+        return AttentionView(start, None, False, True)
     within_window = window is None or end <= window
-    is_folded = nodes <= FOLDED_NODES
-    if ancestors is None and base == first == 0 and within_window and not is_folded:
-        return AttentionView(start, None, True)
+    if ancestors is None and base == first == 0 and within_window and nodes > FOLDED_NODES:
+        return AttentionView(start, None, True, False)
     slots = torch.arange(start, end, device=positions.device)
     if ancestors is None:
         allowed = slots <= asking[:, None]
@@ -193,7 +200,9 @@ def attention_view(
     if window is not None and not within_window:
         allowed = allowed & (asking[:, None] - slots < window)
     mask = torch.zeros(allowed.shape, dtype=dtype, device=positions.device).masked_fill_(~allowed, -torch.inf)
-    return AttentionView(start, mask.repeat_interleave(group, 0) if is_folded else mask, False)
+    # On a GPU always: there is no fused attention there with a mask and fewer key heads than query heads.
+    is_folded = nodes <= FOLDED_NODES or positions.is_cuda
+    return AttentionView(start, mask.repeat_interleave(group, 0) if is_folded else mask, False, is_folded)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

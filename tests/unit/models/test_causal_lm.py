@@ -11,6 +11,7 @@ from factories import random_weights, tiny_config, tiny_model
 from torch import Tensor
 
 from specq.checkpoint import ModelSpec
+from specq.models import layers
 from specq.models.causal_lm import CausalLM
 from specq.models.rope import rope_frequencies
 from specq.spec.tree import DraftTree, chain
@@ -311,3 +312,17 @@ def test_real_llama3_and_yarn_frequencies_equal_transformers() -> None:
         frequencies, scale = rope_frequencies(spec.rope, spec.head_dim)
         torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
         assert scale == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_folded_queries_of_a_long_chunk_give_the_same(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does with every mask, a CPU only for few nodes."""
+    config = tiny_config("llama") if window is None else tiny_config("mistral", sliding_window=window)
+    model, found = tiny_model(config, dtype="float64"), []
+    for folded in (64, 1000):
+        monkeypatch.setattr(layers, "FOLDED_NODES", folded)
+        cache = model.new_cache(200)
+        model(chain([i % 300 for i in range(80)]), cache)
+        cache.keep(range(80))
+        found.append(model(chain([i % 290 for i in range(100)]), cache).logits)
+    torch.testing.assert_close(found[1], found[0], atol=1e-10, rtol=0)
