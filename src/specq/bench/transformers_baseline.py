@@ -11,7 +11,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
+from specq.models.layers import GPU_ATTENTION
 from specq.recipe import Sampling
 
 
@@ -69,16 +71,17 @@ class TransformersModel:
         if assistant is not None:
             options["assistant_model"] = assistant.model
         prompt = torch.tensor([list(prompt_ids)], device=self.device)
-        out = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            repetition_penalty=sampling.repetition_penalty or 1.0,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(stop_ids) or None,
-            streamer=clock,
-            pad_token_id=0,
-            **options,
-        )
+        with sdpa_kernel(list(GPU_ATTENTION)):  # here every token has a new length to plan for
+            out = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                repetition_penalty=sampling.repetition_penalty or 1.0,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=list(stop_ids) or None,
+                streamer=clock,
+                pad_token_id=0,
+                **options,
+            )
         came = clock.came[1:]  # the first call hands over the prompt
         return out[0, len(prompt_ids) :].tolist(), [came[0], came[-1]]
 

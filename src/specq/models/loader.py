@@ -127,10 +127,6 @@ def build_model(
         lent = LENDABLE
     check_tensors(spec, source, lent=lent)
     engine = engine or Engine()
-    if torch.device(device).type == "cuda":
-        # cuDNN plans attention anew for every length of a prompt: on an H200 the first prompt of a length took 72 ms
-        # longer, once for the target, the intermediate and each head (bench of the demo set).
-        torch.backends.cuda.enable_cudnn_sdp(False)
     builder = _Builder(spec, source, device, dtype, lender, use_kernels=engine.use_kernels)
     model = builder.model()
     if builder.use_kernels:

@@ -143,7 +143,7 @@ class _Run:
 
     def _tasks(self) -> list[tuple[Candidate, str]]:
         """What runs to measure acceptance: the longest drafts, whose beginnings tell of the shorter ones."""
-        nodes, depth = max(self.grid.trees), max(self.grid.depths)
+        nodes = max(self.grid.trees)
         length = min(LONGEST_SEQUENCE, max(self.grid.sequences) - 1, 8 if self.device.type == "cpu" else 12)
         tasks = [
             (Candidate("plain"), "plain"),
@@ -154,12 +154,20 @@ class _Run:
         # What a coarser draft head costs in acceptance is measured on the widest tree.
         shapes += [(self.grid.top_ks[-1], bits) for bits in self.grid.head_bits if bits != 16]
         for top_k, bits in shapes:
-            tree = tree_settings(Tree(nodes, depth, top_k, bits))
+            tree = tree_settings(Tree(nodes, self._deepest(top_k), top_k, bits))
             tasks += [
                 (Candidate("eagle2", tree), "eagle2"),
                 (Candidate("hierarchical", (*tree, ("pipeline.min_draft", 6))), "inner"),
             ]
         return tasks
+
+    def _deepest(self, top_k: int) -> int:
+        """The most levels whose nodes the drafting kernels hold at this width, or those that the recipe asks for.
+
+        Deeper trees draft slowly; what they would gain below these levels is not known and counts as nothing.
+        """
+        depths = self.grid.depths
+        return max(d for d in depths if (d - 1) * top_k <= MAX_NODES or d == self.recipe_tree.depth)
 
     def _summarize(self) -> None:
         """Put what was measured so far into the profile; draft heads of other bits have been made by then."""
