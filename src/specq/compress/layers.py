@@ -111,24 +111,34 @@ class LayerQuantizer:
         original, layer = self._staged(index), self._staged(index)
         tensors: dict[str, Tensor] = {}
         reports: list[MatrixReport] = []
-        for product, names in PRODUCTS.items():
+        for product in PRODUCTS:
             on_product(product)
-            weight = self._read(index, product)
-            original.weights[product] = weight.to(self._dtype)
-            matrices = [self._plan.of(name) for name in names]
-            try:
-                solved = self._solve(weight.float(), product, matrices, original, layer)
-            except SpecqError as error:
-                name = f"model.layers.{index}.{names[0]}"
-                raise SpecqError(f"`{name}`: {error.message}", hint=error.hint) from error
-            del weight
-            layer.weights[product] = torch.cat([part.dense.to(self._dtype) for part in solved])
-            for matrix, part in zip(matrices, solved, strict=True):
-                prefix = f"model.layers.{index}.{matrix.name}"
-                stored = {} if part.packed is None else self._format.pack(part.packed)
-                tensors |= {f"{prefix}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()}
-                reports.append(part.report(prefix, matrix, stored))
+            written, found = self._quantize_product(index, product, original, layer)
+            tensors |= written
+            reports += found
             self._advance(product, original, layer)
+        return tensors, reports
+
+    def _quantize_product(
+        self, index: int, product: str, original: StagedLayer, layer: StagedLayer
+    ) -> tuple[dict[str, Tensor], list[MatrixReport]]:
+        """What is written of the product's matrices; both layers get its numbers, and nothing else is kept of it."""
+        tensors: dict[str, Tensor] = {}
+        reports: list[MatrixReport] = []
+        weight, names = self._read(index, product), PRODUCTS[product]
+        original.weights[product] = weight.to(self._dtype)
+        matrices = [self._plan.of(name) for name in names]
+        try:
+            solved = self._solve(weight.float(), product, matrices, original, layer)
+        except SpecqError as error:
+            name = f"model.layers.{index}.{names[0]}"
+            raise SpecqError(f"`{name}`: {error.message}", hint=error.hint) from error
+        layer.weights[product] = torch.cat([part.dense.to(self._dtype) for part in solved])
+        for matrix, part in zip(matrices, solved, strict=True):
+            prefix = f"model.layers.{index}.{matrix.name}"
+            stored = {} if part.packed is None else self._format.pack(part.packed)
+            tensors |= {f"{prefix}.{suffix}": tensor.cpu() for suffix, tensor in stored.items()}
+            reports.append(part.report(prefix, matrix, stored))
         return tensors, reports
 
     def replay(self, index: int, tensors: Mapping[str, Tensor]) -> None:

@@ -247,7 +247,8 @@ def _inverse_factor(hessian: Tensor, order: Tensor) -> tuple[Tensor, float]:
     mean = hessian.diagonal().mean()
     damping = FIRST_DAMPING
     while damping <= LAST_DAMPING:
-        damped = hessian[backwards[:, None], backwards]
+        # One dimension after the other: on a GPU an index of both takes two integers of 64 bits an element.
+        damped = hessian.index_select(0, backwards).index_select(1, backwards)
         damped.diagonal().add_(damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not bool(failed):
