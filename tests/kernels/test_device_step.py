@@ -24,6 +24,7 @@ from step_cases import (
 
 from specq.checkpoint import ModelSpec
 from specq.errors import UsageError
+from specq.models import causal_lm
 from specq.models.device_step import BUCKETS, padded_count
 from specq.models.loader import build_model
 from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
@@ -31,6 +32,22 @@ from specq.quant.linear import DenseLinear
 from specq.spec.tree import DraftTree, chain
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond x in group sums hold nothing
+
+
+SMALL = tiny_config(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.fixture(autouse=True)
+def _prompts_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 64 nodes take the interpreter long."""
+    monkeypatch.setattr(causal_lm, "SHORT_CHAIN", 64)
+
+
+def test_a_prompt_longer_than_a_step_runs_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "SHORT_CHAIN", 256)
+    source = WeightsInMemory(random_weights(SMALL))
+    steps = [(random_chain(67, seed=5), range(67)), (random_chain(1, seed=6), [0])]
+    assert_equal_to_plain(fast_model(SMALL, source, dtype="float16"), source, steps, max_len=80, skip=1)
 
 
 def forwards(*, prompt: int) -> Steps:
@@ -64,9 +81,8 @@ def test_every_4_bit_form_equals_the_plain_forward(form: str) -> None:
 
 
 def test_a_full_tree_equals_the_plain_forward() -> None:
-    config = tiny_config(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
-    source = WeightsInMemory(random_weights(config))
-    fast = fast_model(config, source, dtype="float16")
+    source = WeightsInMemory(random_weights(SMALL))
+    fast = fast_model(SMALL, source, dtype="float16")
     steps = [(random_chain(65, seed=5), range(65)), (random_tree(64, seed=6), [0])]
     assert_equal_to_plain(fast, source, steps, max_len=140)
 

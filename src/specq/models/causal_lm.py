@@ -16,6 +16,12 @@ from specq.models.layers import FOLDED_NODES, AttentionView, DecoderLayer, atten
 from specq.models.rope import RopeTable
 from specq.quant.linear import DenseLinear
 
+SHORT_CHAIN = 256
+"""Tokens of a prompt up to which its steps on the device, 64 at a time, are faster than products launched one by one.
+
+On an H200 SmolLM2-135M takes 45 ms for 65 to 190 tokens in the second way, whatever their number, and 3 ms a step.
+"""
+
 FeatureKind = Literal["final"] | tuple[int, ...] | None
 
 
@@ -99,7 +105,7 @@ class CausalLM(nn.Module):
         end = base + count
         if end > cache.max_len:
             raise ValueError(f"nodes: {count} nodes after {base} tokens do not fit a cache of {cache.max_len} slots")
-        if self.device_step is not None and count <= FOLDED_NODES and act == "a16":
+        if self.device_step is not None and act == "a16" and count <= (SHORT_CHAIN if nodes.is_chain else FOLDED_NODES):
             return self.device_step(nodes, cache, rows)
         if nodes.is_chain:
             positions = torch.arange(base, end, device=self.device)

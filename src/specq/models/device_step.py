@@ -76,9 +76,11 @@ class DeviceStep:
 
     @torch.inference_mode()
     def __call__(self, nodes: Nodes, cache: KVCache, rows: slice | None = None) -> Output:
-        """As `CausalLM.forward`, for 1 to 64 nodes that fit the cache."""
+        """As `CausalLM.forward`, for 1 to 64 nodes that fit the cache, or a longer chain, 64 at a time."""
         base, count = cache.length, nodes.tokens.shape[0]
         step = self.bind(cache)
+        if count > MAX_ROWS:
+            return self._long_chain(step, nodes.tokens, cache, rows)
         step.load(nodes, base)
         step.run(padded_count(count, room=cache.max_len - base))
         final = step.final[:count]
@@ -87,6 +89,23 @@ class DeviceStep:
             logits=self._model.logits(final if rows is None else final[rows].contiguous()),
             features=step.features[:count].clone(),
             positions=step.depths[:count].long() + base,
+        )
+
+    def _long_chain(self, step: BoundStep, tokens: Tensor, cache: KVCache, rows: slice | None) -> Output:
+        base = cache.length
+        finals: list[Tensor] = []
+        features: list[Tensor] = []
+        for part in tokens.split(MAX_ROWS):
+            start, count = base + MAX_ROWS * len(finals), part.shape[0]
+            step.load_chain(part, start)
+            step.run(padded_count(count, room=cache.max_len - start))
+            finals.append(step.final[:count].clone())
+            features.append(step.features[:count].clone())
+        final = torch.cat(finals)
+        return Output(
+            logits=self._model.logits(final if rows is None else final[rows].contiguous()),
+            features=torch.cat(features),
+            positions=torch.arange(base, base + len(tokens), device=tokens.device),
         )
 
     def bind(self, cache: KVCache) -> BoundStep:
@@ -139,14 +158,18 @@ class BoundStep:
 
     def load(self, nodes: Nodes, base: int) -> None:
         """Make these nodes, behind `base` tokens, the next step's; what follows them is a chain of padding."""
-        count = nodes.tokens.shape[0]
-        self.tokens[:count].copy_(nodes.tokens)
+        self.load_chain(nodes.tokens, base)
+        if not nodes.is_chain:
+            count = nodes.tokens.shape[0]
+            self.depths[:count].copy_(nodes.depths())
+            self.mask[:count].copy_(pack_mask(nodes.ancestor_mask()))
+
+    def load_chain(self, tokens: Tensor, base: int) -> None:
+        """The same for a chain of at most 64 tokens."""
+        self.tokens[: tokens.shape[0]].copy_(tokens)
         self.length.fill_(base)
         self.depths.copy_(self._chain_depths)
         self.mask.copy_(self._chain_mask)
-        if not nodes.is_chain:
-            self.depths[:count].copy_(nodes.depths())
-            self.mask[:count].copy_(pack_mask(nodes.ancestor_mask()))
 
     def run(self, count: int) -> None:
         """Run the first `count` loaded nodes, as a graph where they are a bucket and graphs are used."""
