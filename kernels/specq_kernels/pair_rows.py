@@ -86,7 +86,8 @@ def _pair_kernel(
     if tl.program_id(1) == 0:
         mask = offs < width
         # no name for the pointer: in the other branch it may be of another type
-        half = tl.load(embedding_ptr + tl.load(token_ptr + i).to(tl.int64) * width + offs, mask=mask, other=0.0).to(kind)
+        first = tl.load(token_ptr + i).to(tl.int64) * width
+        half = tl.load(embedding_ptr + first + offs, mask=mask, other=0.0).to(kind)
         if HAS_NORM:
             half = _normed(half, tl.load(embedding_norm_ptr + offs, mask=mask, other=0.0), width, eps).to(kind)
         tl.store(target, half, mask=mask)
