@@ -148,7 +148,9 @@ def test_unknown_model_is_told_of_its_family_and_of_distillation(
     has_distill: bool, call: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_distill:
-        monkeypatch.delitem(VERBS, "distill")
+        # not delitem, which puts it back at the end: the order of verbs is that of the reference page
+        others = {verb: about for verb, about in VERBS.items() if verb != "distill"}
+        monkeypatch.setattr("specq.cli.app.VERBS", others)
     done = call("fetch", write_config(tmp_path, family="qwen3", head_dim=16), "--kind", "intermediate")
     assert "drafters are known for Qwen3:" in done.err
     assert (f"specq distill {tmp_path} --kind intermediate -o DIR" in done.err) == has_distill
