@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,12 @@ def open_workspace(workspace: Workspace, settings: Mapping[str, Any], *, verb: s
         ) from None
 
 
-def check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UsageError when something is in the way of the output folder."""
+def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ()) -> None:
+    """Raise UsageError when something is in the way of the output folder, or `sources` would be replaced with it."""
+    there = output.resolve()
+    for source in sources:
+        if there in (source.resolve(), *source.resolve().parents):
+            raise UsageError(f"`{output}` is or holds `{source.name}`, which is read", hint="choose another with -o")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise UsageError(f"`{output}` is not a folder", hint="choose another one with -o")
     if output.is_dir() and any(output.iterdir()) and not overwrite:

@@ -152,6 +152,9 @@ def test_prompts_of_a_file_are_used_and_evaluation_has_its_own(call, target, tmp
     manifest = json.loads(done.out)
     assert manifest["training"]["sequences"] == 12  # six prompts at two temperatures
     assert manifest["evaluation"][0]["prompts"] == 1
+    assert (manifest["target"]["name"], manifest["settings"]["prompts"]) == ("target", "train.txt")
+    written = [(tmp_path / "h" / name).read_text() for name in ("README.md", "specq_head.json")]
+    assert not any(str(tmp_path) in text or target in text for text in written)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +164,7 @@ def test_prompts_of_a_file_are_used_and_evaluation_has_its_own(call, target, tmp
         (("--kind", "intermediate", "--layers", "3"), "3 layers cannot be cut from a model of 3"),
         (("--kind", "intermediate", "--layers", "2", "--trim-vocab", "9"), "--trim-vocab is for EAGLE heads"),
         (("--kind", "intermediate", "--layers", "2", "--bits", "4"), "--bits is for EAGLE heads"),
+        (("--kind", "intermediate", "--layers", "2", "--head-bits", "4"), "--head-bits is for EAGLE heads"),
         (("--kind", "eagle", "--trim-vocab", "5000"), "--trim-vocab 5000 leaves nothing out"),
         (("--kind", "eagle", "--share-embeddings"), "--share-embeddings is for intermediates"),
         (("--kind", "eagle", "--bits", "3"), "`distill.bits` = `3`"),
@@ -194,6 +198,9 @@ def test_a_folder_that_holds_something_is_not_replaced_unasked(call, target, tmp
     assert "is not empty" in done.err
     assert call(*arguments, "--overwrite").code == 0
     assert not (tmp_path / "kept").exists()
+    done = call("distill", target, "--kind", "eagle", "-o", target, "--steps", "1", *SMALL, "--overwrite")
+    assert done.code == 2
+    assert "is or holds `target`, which is read" in done.err
 
 
 def test_a_killed_run_goes_on_and_other_settings_are_refused(call, target, tmp_path) -> None:

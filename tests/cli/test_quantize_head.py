@@ -53,6 +53,8 @@ def test_the_table_names_every_matrix(call, head, tmp_path) -> None:
         (("--format", "compressed-tensors"), "--format is for models"),
         (("--asym",), "--asym is for models"),
         (("--strict-shapes",), "--strict-shapes is for models"),
+        (("--max-kl", "0.1"), "--max-kl is for models"),
+        (("--samples", "4"), "--samples is for models"),
     ],
 )
 def test_options_of_models_are_refused(call, head, tmp_path, options, message) -> None:
@@ -68,3 +70,11 @@ def test_4_bits_are_not_quantized_again(call, head, tmp_path) -> None:
     assert done.code == 2
     assert "`small` is already in 4 bits" in done.err
     assert "is not empty" in call("quantize", head, "-o", tmp_path / "small").err
+
+
+@pytest.mark.parametrize("output", ["head", "."])
+def test_a_head_is_not_replaced_by_what_is_made_of_it(call, head, tmp_path, output) -> None:
+    done = call("quantize", head, "-o", tmp_path / output, "--overwrite")
+    assert done.code == 2
+    assert "is or holds `head`, which is read" in done.err
+    assert (head / "model.safetensors").is_file()

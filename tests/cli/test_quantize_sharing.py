@@ -102,6 +102,11 @@ def test_a_folder_in_4_bits_only_loses_its_embedding(call, target, small, short,
     done = call("quantize", whole, "-o", left, "--share-embeddings", target)
     assert done.code == 0, done.err
     assert "the 4 bits as they were" in done.out
+    ignored = call("quantize", whole, "-o", tmp_path / "out", "--share-embeddings", target, "--group-size", "32")
+    assert (ignored.code, (tmp_path / "out").exists()) == (2, False)
+    assert "--group-size changes nothing: the model is in 4 bits already" in ignored.err
+    replaced = call("quantize", whole, "-o", whole, "--share-embeddings", target, "--overwrite")
+    assert (replaced.code, (whole / "model.safetensors").is_file()) == (2, True)
     complete, weights = load_file(whole / "model.safetensors"), load_file(left / "model.safetensors")
     assert complete.keys() - weights.keys() == {EMBEDDING, HEAD}
     assert all(weights[name].equal(complete[name]) for name in weights)

@@ -10,6 +10,7 @@ import typer
 
 from specq.cli.console import Console, table
 from specq.cli.options import Dtype, Model, Offline, OutputOptions, Overrides, VerbCommand, assignments, takes_options
+from specq.errors import UsageError
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -102,6 +103,8 @@ def distill(
             "drafter.head_bits": head_bits,
             "target.revision": revision,
         }
+        if head_bits is not None and kind is Kind.intermediate:
+            raise UsageError("--head-bits is for EAGLE heads", hint="leave it out, or give --kind eagle")
         recipe = resolve(model, overrides=[*(set or []), *assignments(flags)])
 
         from specq.hub import resolve_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from specq.recipe import ModelRef, QuantizeSection, Recipe
 
 METHOD, TEXT, RESULT = "Method", "Calibration", "Result"
+
+OF_MODELS = ("calib", "samples", "seq_len", "max_kl")
+"""Settings that only what is calibrated and evaluated has."""
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -175,15 +178,18 @@ def quantize(
         if is_head(snapshot.path):
             if share_embeddings is not None:
                 raise UsageError("--share-embeddings is for models, and this is an EAGLE head", hint="leave it out")
+            _require_unset(recipe, OF_MODELS, "is for models, and this is an EAGLE head")
             head = _run_head(recipe, snapshot, out, overwrite=overwrite)
             console.document(head.record()) if output.as_json else _show_head(console, head)
             return
         lender = None
         if share_embeddings is not None:
             from specq.compress.sharing import is_quantized, leave_embeddings
+            from specq.recipe import QuantizeSection
 
             lender = _lender(share_embeddings, offline=offline, console=console)
             if is_quantized(snapshot.path):
+                _require_unset(recipe, QuantizeSection.model_fields, "changes nothing: the model is in 4 bits already")
                 left = leave_embeddings(snapshot.path, out, lender=lender, overwrite=overwrite)
                 console.document(left.record()) if output.as_json else _show_left(console, left)
                 return
@@ -208,6 +214,15 @@ def _recipe(model: str | None, overrides: Sequence[str]) -> Recipe:
 
     recipe = resolve(model, overrides=overrides)
     return recipe if recipe.quantize else recipe.model_copy(update={"quantize": QuantizeSection()})
+
+
+def _require_unset(recipe: Recipe, names: Iterable[str], why: str) -> None:
+    """Raise UsageError for the first of these settings that is not what it is when nobody sets it."""
+    assert recipe.quantize is not None
+    given = recipe.quantize.model_dump(exclude_defaults=True)
+    for name in names:
+        if name in given:
+            raise UsageError(f"--{name.replace('_', '-')} {why}", hint="leave it out")
 
 
 def _lender(model: str, *, offline: bool, console: Console) -> Lender:

@@ -64,7 +64,7 @@ def quantize_eagle(
     """
     _require_for_heads(settings)
     output = output.absolute()
-    check_output(output, overwrite=overwrite)
+    check_output(output, overwrite=overwrite, sources=[source])
     files = HeadFiles(source)
     if files.config.get("quantization_config"):
         raise UsageError(f"`{source.name}` is already in 4 bits", hint="give the 16-bit head it was made of")

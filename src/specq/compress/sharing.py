@@ -54,7 +54,7 @@ def leave_embeddings(source: Path, output: Path, *, lender: Lender, overwrite: b
     Raises a SpecqError before anything is written when the source's embedding is not the lender's.
     """
     output = output.absolute()
-    check_output(output, overwrite=overwrite)
+    check_output(output, overwrite=overwrite, sources=[source, lender.path])
     spec: ModelSpec = model_spec(source)
     weights, shared = open_sharing(source, spec, lender)
     check_tensors(spec, weights)

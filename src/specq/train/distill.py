@@ -43,6 +43,7 @@ from specq.train.job import (
     copy_tokenizer,
     fingerprint,
     load_target,
+    public_settings,
     source_config,
     target_digest,
 )
@@ -73,14 +74,9 @@ class _Run:
 
     @property
     def target_name(self) -> str:
-        """The target's Hub id, or what the recipe calls it."""
-        return self.job.target.repo_id or self.job.recipe.target.model
-
-    @property
-    def public_name(self) -> str:
-        """The same without the path of a folder."""
-        name = self.target_name
-        return name if self.job.target.repo_id or name in OWN_NAMES else self.job.target.path.name
+        """The target's Hub id, specq's own name of it, or that of its folder without the path."""
+        target, name = self.job.target, self.job.recipe.target.model
+        return target.repo_id or (name if name in OWN_NAMES else target.path.name)
 
 
 def distill(job: Job, *, say: Say) -> dict[str, Any]:
@@ -90,7 +86,9 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     that was killed goes on where its last checkpoint or shard of answers ended.
     """
     settings = job.settings
-    check_output(job.output, overwrite=job.overwrite)
+    lender = None if job.lender is None else job.lender.path
+    sources = [path for path in (job.target.path, job.start, lender) if path is not None]
+    check_output(job.output, overwrite=job.overwrite, sources=sources)
     spec = model_spec(job.target.path)
     check_settings(job.kind, settings, spec)
     check_lender(job)
@@ -189,7 +187,7 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     if settings.share_embeddings:
         weights = open_weights(path, model.spec)
-        lent = describe_lender(run.public_name, model.spec, weights, is_tied=model.spec.tie_embeddings)
+        lent = describe_lender(run.target_name, model.spec, weights, is_tied=model.spec.tie_embeddings)
         shared = {SHARED_KEY: lent.record()}
         task.save_weights(folder, without=lent.tensors)
         card.write_json(folder / INTERMEDIATE_MANIFEST, shared)
@@ -243,6 +241,6 @@ def _manifest(run: _Run, progress: Progress, results: list[dict[str, Any]]) -> d
             "answer_tokens": run.sequences.answer_tokens,
             "curve": progress.curve,
         },
-        "settings": job.settings.model_dump(mode="json"),
+        "settings": public_settings(job.settings),
         "environment": describe_environment(job.device),
     }

@@ -108,7 +108,7 @@ def load_target(job: Job) -> CausalLM:
 
 
 def target_digest(path: Path) -> str:
-    """A hash of the target: its configs and, of every file of weights, name, size and both ends."""
+    """A hash of the target: of every file of weights name, size and both ends."""
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in WEIGHT_SUFFIXES)
     digest = hashlib.sha256()
     for file in files:
@@ -124,6 +124,15 @@ def target_digest(path: Path) -> str:
 def fingerprint(job: Job, digest: str) -> dict[str, Any]:
     """What a resumed run must have in common with the one it goes on with."""
     return {"kind": job.kind, "target": digest, "dtype": job.dtype, **job.settings.model_dump(mode="json")}
+
+
+def public_settings(settings: DistillSection) -> dict[str, Any]:
+    """The settings as JSON takes them, files and folders without the path that they have here."""
+    found = settings.model_dump(mode="json")
+    for key in ("prompts", "eval_prompts", "start"):
+        if found[key] is not None and Path(found[key]).expanduser().exists():
+            found[key] = Path(found[key]).name
+    return found
 
 
 def source_config(path: Path) -> dict[str, Any]:
