@@ -9,8 +9,8 @@ from typing import Any
 
 from specq.bench.contestants import PipelineContestant
 from specq.bench.report import Figures, RowReport, interval, number
-from specq.recipe import Recipe
 from specq.spec.decision import Forecast, Forecasts
+from specq.spec.pipelines import PIPELINES
 
 BEST = 3
 """Rows whose error counts: those that a person would choose among."""
@@ -122,16 +122,20 @@ def _forecast(forecasts: Forecasts, contestant: PipelineContestant) -> Forecast 
             each
             for each in forecasts.candidates
             if each.pipeline == contestant.decoded
-            and all(_setting(contestant.recipe, key) == value for key, value in each.settings)
+            and all(_setting(contestant, key) == value for key, value in each.settings)
         ),
         None,
     )
 
 
-def _setting(recipe: Recipe, key: str) -> Any:
+def _setting(contestant: PipelineContestant, key: str) -> Any:
+    """The value that the contestant runs with; where the recipe names no bits a head drafts with its own."""
     section, name = key.split(".")
-    value = getattr(getattr(recipe, section), name)
-    return 16 if key == "drafter.head_bits" and value is None else value
+    value = getattr(getattr(contestant.recipe, section), name)
+    if key != "drafter.head_bits" or value is not None:
+        return value
+    seat = getattr(contestant.pipeline.parts, PIPELINES[contestant.decoded].needs[-1])
+    return seat.head.head_bits
 
 
 def _row(name: str, forecast: Forecast, measured: Figures) -> RowPrediction:

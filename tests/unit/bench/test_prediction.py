@@ -1,0 +1,53 @@
+"""Which forecast of a profile a row is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tiny_models import make_head, make_model
+
+from specq.bench.contestants import PipelineContestant
+from specq.bench.prediction import compare
+from specq.bench.report import Figures, RowReport
+from specq.spec.decision import Forecast, Forecasts
+from specq.spec.pipelines import HeadSeat, Parts, Seat
+from specq.spec.session import Pipeline
+
+FIGURES = Figures(
+    answers=1,
+    tokens_out=8,
+    e2e_tps=40.0,
+    decode_tps=50.0,
+    ttft_s=0.1,
+    accept_len=2.0,
+    accept_len_inner=None,
+    draft_ms=1.0,
+    intermediate_ms=0.0,
+    verify_ms=1.0,
+    overhead_ms=0.0,
+    speedup=None,
+    decode_speedup=None,
+)
+
+
+def forecast(bits: int) -> Forecast:
+    return Forecast("eagle2", (("drafter.head_bits", bits),), 10.0 * bits, 1.5, 0.1, 2.0, 20.0)
+
+
+@pytest.mark.parametrize(("asked", "bits"), [(None, 8), (16, 16), (4, 4)])
+def test_a_head_that_no_bits_are_asked_of_is_held_against_its_own(
+    make_pipeline: Callable[..., Pipeline], asked: int | None, bits: int
+) -> None:
+    target = make_model()
+    head = make_head(target).with_output(None, head_bits=8)
+    pipeline = make_pipeline(target)
+    seat = Seat(target, target.new_cache(32, features=head.spec.features))
+    pipeline.parts = Parts(seat, target_head=HeadSeat(head, head.new_cache(32)))
+    recipe = pipeline.recipe.model_copy(deep=True)
+    recipe.drafter.head_bits = asked  # type: ignore[assignment]
+    row = PipelineContestant("eagle2", pipeline, kind="eagle2", recipe=recipe)
+    forecasts = Forecasts((forecast(16), forecast(8), forecast(4)), 64, {}, "2026-01-01")
+    found = compare(forecasts, [row], [RowReport("eagle2", FIGURES, {}, None, None, [], None, 0)])
+    assert found is not None
+    assert [each.settings for each in found.rows] == [(("drafter.head_bits", bits),)]
