@@ -118,6 +118,7 @@ def test_list_shows_each_target_with_its_drafters(call: Callable) -> None:
     lines = call("fetch", "--list", "--kind", "eagle").out.splitlines()
     assert len([line for line in lines if line.startswith("  ")]) == len([r for r in rows if r["kind"] == "eagle"])
     assert "licence unknown" in lines[lines.index(TARGET) + 1]
+    assert "2 MB" in next(line for line in lines if "specq:demo-head" in line)
 
 
 def test_local_copy_is_known_by_the_model_it_was_quantized_from(call: Callable, tmp_path: Path) -> None:

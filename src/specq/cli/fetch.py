@@ -221,13 +221,17 @@ def _say_how(results: Sequence[CheckResult], recipe: dict[str, Any], command: st
     console.note("".join(f"  {line}\n" for line in yaml.safe_dump(recipe, sort_keys=False).splitlines()))
 
 
+def _size(gb: float) -> str:
+    return f"{gb:.1f} GB" if gb >= 0.05 else f"{1000 * gb:.0f} MB"
+
+
 def _list(drafters: Sequence[Drafter], console: Console, *, as_json: bool) -> None:
     """Prints what is known, under each target its drafters."""
     if as_json:
         console.document([asdict(drafter) for drafter in drafters])
         return
     rows = [
-        (each.kind, each.model, each.form, f"{each.gb:.1f} GB", each.licence or "licence unknown", each.note or "")
+        (each.kind, each.model, each.form, _size(each.gb), each.licence or "licence unknown", each.note or "")
         for each in drafters
     ]
     target = None

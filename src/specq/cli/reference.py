@@ -91,11 +91,12 @@ def _row(param: Any) -> str:
     opts = sorted(param.opts, key=len)
     names = ", ".join(f"`{name}`" for name in opts) if param.param_type_name == "option" else f"`{param.metavar}`"
     value = "" if param.param_type_name == "argument" or getattr(param, "is_flag", False) else f" `{_value(param)}`"
-    return f"| {names}{value} | {param.help} |".replace("cpu|cuda", "cpu\\|cuda")
+    return f"| {names}{value} | {param.help} |"
 
 
 def _value(param: Any) -> str:
-    return param.metavar or "\\|".join(param.type_descriptor.choices or ("VALUE",))
+    """What the option takes; a bar would begin a new column of the table."""
+    return (param.metavar or "|".join(param.type_descriptor.choices or ("VALUE",))).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ class Job:
             self.spec, self.weights, plan=self.plan, settings=self.settings, rope=rope, streams=streams
         )
         for index in range(resumed):
-            self.say(f"resuming: layer {index + 1} of {self.spec.layers} is done already")
+            done = f"layer {index + 1} of {self.spec.layers}" if index < self.spec.layers else "the head"
+            self.say(f"resuming: {done} is done already")
             tensors, record = workspace.read_layer(index)
             quantizer.replay(index, tensors)
             reports += [MatrixReport(**matrix) for matrix in record["matrices"]]

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specq import __version__
 from specq.checkpoint import ModelSpec, read_config
 from specq.compress.plan import HEAD_NAME, Plan, Settings
-from specq.environment import package_version
 from specq.models.inventory import HEAD, expected_tensors
 from specq.models.shared import KEY, MANIFEST, SharedEmbeddings
 from specq.tensor_files import safe_path
@@ -134,7 +134,7 @@ def quantization_config(plan: Plan, settings: Settings) -> dict[str, Any]:
         "checkpoint_format": "gptq",
         "format": "gptq",
         "pack_dtype": "int32",
-        "meta": {"quantizer": [f"specq:{package_version('specq')}"], "method": settings.method},
+        "meta": {"quantizer": [f"specq:{__version__}"], "method": settings.method},
     }
     dynamic: dict[str, Any] = {f"-:.*\\.{name.replace('.', chr(92) + '.')}$": {} for name in skipped}
     if plan.packs_head and settings.head_bits != config["bits"]:
