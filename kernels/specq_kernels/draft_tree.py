@@ -1,7 +1,8 @@
 """Growing EAGLE's dynamic tree on the device: the best candidates of a level, and at the end the best of all.
 
 Source: arXiv 2406.16858; facts/eagle.md section 1.2; specq/spec/eagle_tree.py has the definition it is held to.
-Among equal scores the candidate made first comes first, so a parent always precedes its children.
+Among equal scores the candidate made first comes first, so a parent always precedes its children. A score that is not
+a number counts as -inf: ranks would not be an order, and parents might form a ring.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def grow_level_ref(
 ) -> None:
     """The definition."""
     cumulative = (parents.scores[:, None] + scores).flatten()
+    cumulative = cumulative.masked_fill(cumulative.isnan(), -torch.inf)
     made = slice(first, first + len(cumulative))
     pool.scores[made], pool.tokens[made] = cumulative, ids.flatten()
     pool.parents[made] = parents.candidates.repeat_interleave(scores.shape[1])
@@ -188,6 +190,7 @@ def _level_kernel(
     row = offs // children
     score = tl.load(score_ptr + offs, mask=is_made, other=-float("inf"))
     score += tl.load(parent_score_ptr + row, mask=is_made, other=0.0)
+    score = tl.where(score == score, score, -float("inf"))
     token = tl.load(id_ptr + offs, mask=is_made, other=0)
     tl.store(pool_score_ptr + first + offs, score, mask=is_made)
     tl.store(pool_token_ptr + first + offs, token, mask=is_made)

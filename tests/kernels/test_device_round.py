@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from factories import tiny_config
-from round_cases import SAMPLERS, decode, make_parts, make_recipe, reference
+from round_cases import SAMPLERS, decode, make_parts, make_recipe, reference, seat
 from step_cases import random_chain
 
+from specq.models.device_step import BUCKETS
+from specq.spec import device_draft, sampling, warm_up
 from specq.spec.device_draft import DeviceEagleTree
 from specq.spec.device_round import DeviceVerifier
 from specq.spec.pipelines import PIPELINES, Parts
+from specq.spec.sampling import Sampler, Seen, penalize
+from specq.spec.tree import chain
+from specq.spec.verifier import Verifier
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CONFIG = tiny_config(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
@@ -54,3 +62,58 @@ def test_the_hierarchical_pipeline_runs_on_kernels_throughout(parts: Parts) -> N
     prompt = random_chain(3, seed=3).tokens.tolist()
     found = decode(parts, "hierarchical", sampler, recipe, prompt, 4)
     assert found.tokens == decode(parts, "plain", sampler, recipe, prompt, 4).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_a_tokenizer_may_have_more_ids_than_the_model(parts: Parts, temperature: float, penalty: float) -> None:
+    prompt = random_chain(3, seed=4).tokens.tolist()
+    found = [
+        decode(parts, "plain", Sampler(temperature, repetition_penalty=penalty, vocab=vocab), RECIPE, prompt, 3).tokens
+        for vocab in (10**6, None)
+    ]
+    assert found[0] == found[1]
+
+
+def test_what_the_round_leaves_undecided_is_decided_on_its_device(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = Sampler(temperature=50.0, top_p=0.99, repetition_penalty=1.2, seed=3)
+    target, context = parts.target, random_chain(4, seed=5).tokens.tolist()
+    devices: set[torch.device] = set()
+
+    def noting(logits: torch.Tensor, seen: Seen, penalty: float) -> torch.Tensor:
+        devices.update(each.device for each in (logits, seen.context_ids, seen.tokens, seen.ancestors))
+        return penalize(logits, seen, penalty)
+
+    decided = []
+    for verifier in (Verifier(target.model, target.cache, sampler), target.verifier(sampler)):
+        parts.rollback(0)
+        verifier.prefill(context[:-1])
+        tree = chain([], device=target.model.device)
+        monkeypatch.setattr(sampling, "penalize", noting)
+        with torch.inference_mode(), torch.device("meta"):  # where tensors go that nobody places
+            decided.append(verifier.verify(context, tree))
+    assert devices == {target.model.device}
+    assert decided[0] == decided[1]
+    parts.rollback(len(context) - 1)
+    assert isinstance(verifier, DeviceVerifier)
+    assert verifier.round(len(context) - 1, context[-1:], tree) == []
+
+
+def test_a_cache_goes_with_its_seat(parts: Parts) -> None:
+    place = seat(parts.target.model)
+    verifier, cache = place.verifier(Sampler()), weakref.ref(place.cache)
+    assert isinstance(verifier, DeviceVerifier)
+    verifier.ready([1])
+    gc.disable()
+    try:
+        del place, verifier
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_every_size_of_a_round_is_warmed_up() -> None:
+    assert warm_up.NODES == BUCKETS
+    assert warm_up.NEW_ROWS == device_draft.NEW_ROWS

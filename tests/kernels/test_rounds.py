@@ -277,6 +277,18 @@ def grown(top_k: int, depth: int, trunk: int, grow: object, best: object) -> lis
     return [*levels, mask, pool.scores, pool.tokens, pool.parents, out]
 
 
+@pytest.mark.parametrize(("grow", "best"), [(grow_level, best_candidates), (grow_level_ref, best_candidates_ref)])
+def test_scores_that_are_no_numbers_make_no_ring_of_parents(grow: object, best: object) -> None:
+    pool, mask, level = Candidates.empty(6), torch.zeros(64, 2, dtype=torch.int32), Level.empty(2)
+    scores, ids = torch.full((2, 2), torch.nan), torch.arange(4, dtype=torch.int32).view(2, 2)
+    grow(scores[:1], ids[:1], Level.trunk(), level, pool, mask, first=0, parents_at=-1, level_at=0)  # type: ignore[operator]
+    grow(scores, ids, level, Level.empty(0), pool, mask, first=2, parents_at=0, level_at=0)  # type: ignore[operator]
+    out = torch.full((2, 64), 63, dtype=torch.int32)
+    best(pool, out)  # type: ignore[operator]
+    assert (out[0] == -1).all()
+    assert (out[1] < torch.arange(64)).all()
+
+
 def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="count: 70"):
         top_scores(torch.zeros(1, 80), 70)

@@ -1,8 +1,8 @@
 """One decoding step of a model on our Triton kernels: 1 to 64 nodes, static buffers, the length on the device.
 
 A step has no host read and no shape that depends on the context, so on CUDA it is captured as a graph, once for every
-bucket of node counts; in Triton's interpreter the same function runs eagerly. Prompts stay with `CausalLM.forward`,
-which calls this for a model it was attached to (quant/kernel_choice.py).
+bucket of node counts; in Triton's interpreter the same function runs eagerly. Long prompts stay with
+`CausalLM.forward`, which calls this for a model it was attached to (quant/kernel_choice.py).
 """
 
 from __future__ import annotations

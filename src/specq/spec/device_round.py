@@ -6,7 +6,9 @@ same code. The definition is `Verifier.verify`. Source: DESIGN.md section 4.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from specq.models.device_step import BUCKETS, DeviceStep, padded_count
 from specq.quant.kernel_linear import DenseKernelLinear
 from specq.spec.host import Download, Upload
 from specq.spec.sampling import Sampler, Seen
-from specq.spec.tree import MAX_NODES, DraftTree
+from specq.spec.tree import MAX_NODES, DraftTree, chain
 from specq.spec.verifier import Verifier
 from specq_kernels.filtered import CANDIDATES, filtered_choice
 from specq_kernels.kv_cache import compact, compact_rows
@@ -47,9 +49,9 @@ class DeviceVerifier(Verifier):
 
     def ready(self, context: Sequence[int]) -> DeviceRound:
         """The round, set to sample as this verifier does behind this context."""
-        if self.round.user is not self:
+        if self.round.user is None or self.round.user() is not self:
             self.round.use(self.sampler)
-            self.round.user = self
+            self.round.user = weakref.ref(self)
         if self.sampler.needs_seen:
             self.round.seen.show(context)
         return self.round
@@ -61,7 +63,7 @@ class DeviceVerifier(Verifier):
     def _decide_alone(self, context: Sequence[int], row: int) -> int:
         """The token after the pending ones, from a distribution too flat for the round's candidates."""
         logits, positions = self.round.last_row(row)
-        seen = self._seen(context, DraftTree.from_lists([], []), -1) if self.sampler.needs_seen else None
+        seen = self._seen(context, chain([], device=self.model.device), -1)
         return int(self.sampler(logits, positions, seen))
 
 
@@ -86,13 +88,17 @@ class DeviceRound:
         self._result = torch.zeros(MAX_NODES + 1, dtype=torch.int32, device=device)
         self._download = Download(self._result)
         self._last_logits: Tensor | None = None
-        self.user: Verifier | None = None
+        # Weak, because it holds this: a ring would keep models and caches that nobody uses until a collection.
+        self.user: weakref.ref[Verifier] | None = None
         self.sampler = self.form = Sampler()
         self.draw = Draw.of(0, 1.0, device)
         self.seen = SeenIds(cache.max_len, device)
 
     def use(self, sampler: Sampler) -> None:
         """Sample as this one does from now on."""
+        vocab = self.model.spec.vocab
+        if sampler.vocab is not None and sampler.vocab > vocab:  # a tokenizer of more ids; kernels want it exact
+            sampler = replace(sampler, vocab=vocab)
         self.sampler, self.form = sampler, sampler.form
         self.draw.seed.fill_(signed(sampler.seed))
         if sampler.temperature > 0:
