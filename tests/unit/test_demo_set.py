@@ -67,6 +67,13 @@ def test_shipped_intermediate_alone_says_what_to_type() -> None:
     assert "specq chat specq:demo --pipeline sequence --intermediate specq:demo-intermediate" in caught.value.hint
 
 
+def test_shipped_head_alone_says_what_to_type() -> None:
+    with pytest.raises(UsageError, match="`specq:demo-head` is an EAGLE head and no whole model") as caught:
+        load_pipeline(DEMO_HEAD, device="cpu")
+    assert caught.value.hint is not None
+    assert "--pipeline eagle2 --drafter specq:demo-head" in caught.value.hint
+
+
 def test_demo_recipe_names_the_whole_set_and_a_command_line_may() -> None:
     recipe = load_recipe("demo")
     assert recipe.intermediate is not None

@@ -67,7 +67,7 @@ def quantize_eagle(
     check_output(output, overwrite=overwrite, sources=[source])
     files = HeadFiles(source)
     if files.config.get("quantization_config"):
-        raise UsageError(f"`{source.name}` is already in 4 bits", hint="give the 16-bit head it was made of")
+        raise UsageError(f"`{provenance.name}` is already in 4 bits", hint="give the 16-bit head it was made of")
     tensors = files.tensors()
     require_space(output.parent, sum(tensor.nbytes for tensor in tensors.values()))
     workspace = Workspace(output)

@@ -19,6 +19,7 @@ from specq.models.causal_lm import CausalLM
 from specq.models.loader import Engine, model_spec
 from specq.models.shared import read_shared, without_lender
 from specq.recipe import ModelRef, Recipe, Sampling, resolve
+from specq.spec.check_head import is_head
 from specq.spec.decision import ProfileKey
 from specq.spec.parts import PartLoader, Space
 from specq.spec.pipelines import require_pipeline, tree_shape
@@ -60,6 +61,12 @@ def load_pipeline(
     target = snapshots["target"].path
     if (shared := read_shared(target)) is not None:
         raise without_lender(snapshots["target"].name, shared)
+    if is_head(target):
+        name = snapshots["target"].name
+        raise UsageError(
+            f"`{name}` is an EAGLE head and no whole model",
+            hint=f"run it beside its target: specq chat TARGET --pipeline eagle2 --drafter {name}",
+        )
     spec = model_spec(target)
     if recipe.quantize is not None and spec.quantization is None:
         raise UsageError(
