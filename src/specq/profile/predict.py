@@ -93,11 +93,6 @@ class Measured:
     uncertainty: float
     prompts: int
 
-    @property
-    def is_slower(self) -> bool:
-        """Whether it is slower than plain decoding by more than the runs' own uncertainty."""
-        return self.gain < 1 - self.uncertainty
-
     def record(self) -> dict[str, Any]:
         return {
             "pipeline": self.candidate.pipeline,
