@@ -174,8 +174,16 @@ class Pipeline:
         skip_special: bool = True,
         ignore_stop_ids: bool = False,
     ) -> Stream:
-        """The answer to a prompt, token by token. Raises UsageError when the prompt leaves no room in the context."""
+        """The answer to a prompt, token by token.
+
+        Raises UsageError when the prompt leaves no room in the context, or holds an id that the model has not.
+        """
         ids = list(prompt_ids)
+        if (highest := max(ids, default=0)) >= self.target.spec.vocab:
+            raise UsageError(
+                f"the prompt has the id {highest}, and the model knows {self.target.spec.vocab}: its tokenizer has more",
+                hint="leave out what its tokenizer was given beyond the model, such as <pad>",
+            )
         if len(ids) >= self.context:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.context}",

@@ -122,3 +122,11 @@ def test_the_output_head_drafts_in_the_bits_that_the_recipe_names(models) -> Non
         assert head is not None
         assert head.head.output is not None
         assert answer(pipeline) == exact
+
+
+def test_a_prompt_with_an_id_the_model_has_not_is_refused(models: Path) -> None:
+    pipeline = load(models, "plain")
+    vocab = pipeline.target.spec.vocab
+    with pytest.raises(UsageError, match=f"has the id {vocab}, and the model knows {vocab}"):
+        pipeline.stream([1, vocab])
+    assert answer(pipeline)
