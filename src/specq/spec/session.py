@@ -179,9 +179,10 @@ class Pipeline:
         Raises UsageError when the prompt leaves no room in the context, or holds an id that the model has not.
         """
         ids = list(prompt_ids)
-        if (highest := max(ids, default=0)) >= self.target.spec.vocab:
+        vocab = self.target.spec.vocab
+        if (highest := max(ids, default=0)) >= vocab:
             raise UsageError(
-                f"the prompt has the id {highest}, and the model knows {self.target.spec.vocab}: its tokenizer has more",
+                f"the prompt has the id {highest}, and the model knows {vocab}: its tokenizer has more",
                 hint="leave out what its tokenizer was given beyond the model, such as <pad>",
             )
         if len(ids) >= self.context:

@@ -47,6 +47,7 @@ class ScriptedModel:
 
     def __init__(self, script: Sequence[int], vocab: int) -> None:
         self.script, self.vocab = torch.tensor(script), vocab
+        self.spec = SimpleNamespace(vocab=vocab)
 
     def forward(self, nodes: Nodes, cache: Slots, *, rows: slice | None = None, act: str = "a16") -> Output:
         positions = cache.length + nodes.depths().long()
