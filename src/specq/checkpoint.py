@@ -133,6 +133,11 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return _read_object(path) if path.is_file() else {}
 
 
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object a person can read."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; what was written there becomes `path` whole, or not at all.

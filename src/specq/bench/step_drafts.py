@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead, HeadSpec
 from specq.models.layers import DecoderLayer
-from specq.models.random_weights import GROUP
+from specq.models.random_weights import GROUP, random_packed
 from specq.models.rope import RopeTable
 from specq.quant.kernel_linear import (
     DenseKernelLinear,
@@ -95,11 +95,7 @@ def random_matrix(rows: int, columns: int, *, bits: int, device: torch.device) -
     """A matrix of random numbers about columns ** -0.5 in size, dense for 16 bits, else in 4."""
     if bits == 16:
         return torch.randn(rows, columns, dtype=torch.float16, device=device) * columns**-0.5
-    codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int32, device=device)
-    group = min(GROUP, columns)
-    # codes around 8 have a deviation of 4.6
-    scales = torch.full((rows, -(-columns // group)), columns**-0.5 / 4.6, dtype=torch.float16, device=device)
-    return PackedWeight(codes, scales, group_size=group)
+    return random_packed(rows, columns, group=min(GROUP, columns), device=device)
 
 
 def draft_bytes(head: EagleHead, depth: int) -> int:

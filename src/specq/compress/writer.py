@@ -6,7 +6,7 @@ Only known files are copied from the source, none through a link out of it, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specq import __version__
-from specq.checkpoint import ModelSpec, read_config
+from specq.checkpoint import ModelSpec, write_json
 from specq.compress.plan import HEAD_NAME, Plan, Settings
 from specq.models.inventory import HEAD, expected_tensors
+from specq.models.loader import model_config
 from specq.models.shared import KEY, MANIFEST, SharedEmbeddings
 from specq.tensor_files import safe_path
-from specq.tensors import WeightSource, gguf_config
+from specq.tensors import WeightSource
 from specq.tokenizer import Tokenizer
 
 SHARD_BYTES = 4 << 30
@@ -104,11 +105,8 @@ def write_configs(folder: Path, source: Path, spec: ModelSpec, plan: Plan, setti
 
 
 def source_config(source: Path) -> dict[str, Any]:
-    """The source's config.json, or what a GGUF file's header makes of one."""
-    blocks = gguf_file(source)
-    config = dict(read_config(source)) if blocks is None else dict(gguf_config(blocks))
-    config.pop("quantization_config", None)
-    return config
+    """The source's config.json, or what a GGUF file's header makes of one, without how it is quantized."""
+    return {key: value for key, value in model_config(source).items() if key != "quantization_config"}
 
 
 def gguf_file(source: Path) -> Path | None:
@@ -204,8 +202,3 @@ def write_manifest(folder: Path, source: Path, shared: SharedEmbeddings) -> None
     file = source / MANIFEST
     own = json.loads(safe_path(source, MANIFEST).read_text(encoding="utf-8")) if file.is_file() else {}
     write_json(folder / MANIFEST, {"kind": "intermediate", **own, KEY: shared.record()})
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object a person can read."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

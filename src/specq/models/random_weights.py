@@ -109,6 +109,14 @@ def random_head(target: CausalLM) -> HeadFiles:
     return HeadFiles.from_source(config, _RandomTensors(shapes, target.device, target.dtype))
 
 
+def random_packed(rows: int, columns: int, *, group: int, device: torch.device) -> PackedWeight:
+    """A symmetric 4-bit matrix [rows, columns] of random numbers about columns ** -0.5 in size."""
+    codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int32, device=device)
+    # codes around 8 have a deviation of 4.6
+    scales = torch.full((rows, -(-columns // group)), columns**-0.5 / 4.6, dtype=torch.float16, device=device)
+    return PackedWeight(codes, scales, group_size=group)
+
+
 class _RandomTensors:
     """Dense random tensors of these shapes and this type, drawn anew at every call; vectors are ones."""
 
@@ -148,11 +156,7 @@ class RandomWeights(_RandomTensors):
         if not self.is_packed(prefix):
             return self.tensor(f"{prefix}.weight")
         rows, columns = self._shapes[f"{prefix}.weight"]
-        group = self._group_size(columns)
-        codes = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int32, device=self._device)
-        # codes around 8 have a deviation of 4.6
-        scales = torch.full((rows, -(-columns // group)), columns**-0.5 / 4.6, dtype=torch.float16, device=self._device)
-        return PackedWeight(codes, scales, group_size=group)
+        return random_packed(rows, columns, group=self._group_size(columns), device=self._device)
 
     def is_packed(self, prefix: str) -> bool:
         if self._quantization is None or not prefix.endswith("_proj"):

@@ -10,11 +10,6 @@ from typing import Any
 CURVE_ROWS = 12
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object a person can read."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def write_card(folder: Path, manifest: Mapping[str, Any], *, title: str, use: str) -> None:
     """Write README.md: what it is, how it is used, how it was made and what was measured."""
     training, environment = manifest["training"], manifest["environment"]

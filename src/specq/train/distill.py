@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from specq.checkpoint import write_json
 from specq.environment import describe_environment
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import load_head
 from specq.models.eagle_writer import BITS_KEY, HEAD_BITS_KEY, HEAD_MANIFEST, write_head
-from specq.models.loader import check_memory, load_model, model_spec
+from specq.models.loader import check_memory, load_model, model_config, model_spec
 from specq.models.shared import KEY as SHARED_KEY
 from specq.models.shared import MANIFEST as INTERMEDIATE_MANIFEST
 from specq.models.shared import describe_lender
@@ -44,7 +45,6 @@ from specq.train.job import (
     fingerprint,
     load_target,
     public_settings,
-    source_config,
     target_digest,
 )
 from specq.train.loop import Progress, Task, train
@@ -159,14 +159,14 @@ def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     folder = workspace.staging()
     write_head(folder, task.tensors(), task.config, bits=settings.bits)
     stored = {BITS_KEY: settings.bits, HEAD_BITS_KEY: run.job.recipe.drafter.head_bits or 16}
-    card.write_json(folder / HEAD_MANIFEST, stored)
+    write_json(folder / HEAD_MANIFEST, stored)
     head = load_head(folder, model)
     pipeline = evaluation.eagle2_pipeline(
         run.job.recipe, model, head, run.tokenizer, context=settings.length + settings.eval_tokens
     )
     results = evaluation.measure_accept_lengths(pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say)
     manifest = _manifest(run, progress, results) | stored
-    card.write_json(folder / HEAD_MANIFEST, manifest)
+    write_json(folder / HEAD_MANIFEST, manifest)
     use = f"specq chat {manifest['target']['name']} --pipeline eagle2 --drafter {run.job.output.name}"
     card.write_card(folder, manifest, title=f"EAGLE-2 head for {manifest['target']['name']}", use=use)
     return manifest
@@ -183,14 +183,14 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     task = IntermediateTask(model, settings, layers=layers)
     progress = _train(task, source, run, workspace, say)
     folder, path = workspace.staging(), run.job.target.path
-    card.write_json(folder / "config.json", task.config(source_config(path)))
+    write_json(folder / "config.json", task.config(model_config(path)))
     shared: dict[str, Any] = {}
     if settings.share_embeddings:
         weights = open_weights(path, model.spec)
         lent = describe_lender(run.target_name, model.spec, weights, is_tied=model.spec.tie_embeddings)
         shared = {SHARED_KEY: lent.record()}
         task.save_weights(folder, without=lent.tensors)
-        card.write_json(folder / INTERMEDIATE_MANIFEST, shared)
+        write_json(folder / INTERMEDIATE_MANIFEST, shared)
     else:
         task.save_weights(folder)
         copy_tokenizer(path, folder)
@@ -204,7 +204,7 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
         "importance_kl": [round(each, 5) for each in importance],
         **shared,
     }
-    card.write_json(folder / INTERMEDIATE_MANIFEST, manifest)
+    write_json(folder / INTERMEDIATE_MANIFEST, manifest)
     name = run.target_name
     use = f"specq chat {name} --pipeline sequence --intermediate {run.job.output.name}"
     card.write_card(folder, manifest, title=f"{len(layers)} layers of {name}, distilled", use=use)

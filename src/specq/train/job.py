@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specq.checkpoint import ModelSpec, read_config
+from specq.checkpoint import ModelSpec
 from specq.errors import UsageError
 from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
 from specq.models.loader import Engine, load_model, model_spec
 from specq.models.shared import read_shared, require_lender, without_lender
 from specq.recipe import DistillSection, Recipe
-from specq.tensors import gguf_config, open_weights
+from specq.tensors import open_weights
 
 TRAINING = Engine(use_kernels=False)
 """What is trained needs gradients, and a student is cut from the target's dense matrices."""
@@ -133,13 +133,6 @@ def public_settings(settings: DistillSection) -> dict[str, Any]:
         if found[key] is not None and Path(found[key]).expanduser().exists():
             found[key] = Path(found[key]).name
     return found
-
-
-def source_config(path: Path) -> dict[str, Any]:
-    """The target's config.json, or what its GGUF header makes of one."""
-    if path.is_dir() and (path / "config.json").is_file():
-        return dict(read_config(path))
-    return dict(gguf_config(path if path.is_file() else next(path.glob("*.gguf"))))
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
