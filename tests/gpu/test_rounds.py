@@ -191,11 +191,28 @@ def test_the_control_sees_a_wait(counted_reads: list[int]) -> None:
         values.sum().item()
 
 
-def test_distributions_flatter_than_the_candidates_are_exact(parts: Parts) -> None:
-    sampler, seat = Sampler(temperature=3.0, top_p=0.95, seed=3), parts.target
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Sampler(temperature=3.0, top_p=0.95, seed=3),
+        Sampler(temperature=50.0, top_p=0.99, repetition_penalty=1.2, seed=3),
+    ],
+    ids=["flat", "flatter, penalty"],
+)
+def test_distributions_flatter_than_the_candidates_are_exact(parts: Parts, sampler: Sampler) -> None:
+    seat = parts.target
     expected = text(Verifier(seat.model, seat.cache, sampler), NoDrafter(), 60)[0]
     fresh = Seat(seat.model, seat.model.new_cache(LIMIT + 64))
     assert text(fresh.verifier(sampler), KnowingTree(PROMPT + expected, seed=2), 60)[0] == expected
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "top-k, penalty"])
+def test_drafts_of_logits_that_are_no_numbers_change_no_text(sampler: str) -> None:
+    broken = parts_on_gpu()
+    assert broken.target_head is not None
+    broken.target_head.head.fc.weight.data.fill_(torch.nan)
+    found = decode(broken, "eagle2", SAMPLERS[sampler], RECIPE, PROMPT, 24)
+    assert found.tokens == decode(broken, "plain", SAMPLERS[sampler], RECIPE, PROMPT, 24).tokens
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
