@@ -1,6 +1,6 @@
 """Growing EAGLE's dynamic tree on the device: the best candidates of a level, and at the end the best of all.
 
-Source: arXiv 2406.16858; facts/eagle.md section 1.2; specq/spec/eagle_tree.py has the definition it is held to.
+Source: arXiv 2406.16858; specq/spec/eagle_tree.py has the definition it is held to.
 Among equal scores the candidate made first comes first, so a parent always precedes its children. A score that is not
 a number counts as -inf: ranks would not be an order, and parents might form a ring.
 """

@@ -1,6 +1,6 @@
 """The input of an EAGLE head's rows: the embedding of each token beside the state before it, both gathered, or normed.
 
-Source: facts/eagle.md section 1 (embedding first, feature second); EAGLE-3 norms either half.
+Source: SafeAILab/EAGLE, model/cnets1.py (embedding first, feature second); EAGLE-3 norms either half.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The best ids of each row with their log-softmax scores, without writing the scores of all ids: what a drafter needs.
 
-Above temperature 0 the noise of sampling.py is in the score. Source: DESIGN.md section 1, idea 3; the definition that
+Above temperature 0 the noise of sampling.py is in the score. The definition that
 decoding uses is `Sampler.guesses` in specq/spec/sampling.py.
 """
 

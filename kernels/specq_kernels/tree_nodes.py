@@ -2,7 +2,7 @@
 
 Both read their counts on the device, write to fixed buffers of 64 nodes and leave nothing for the host to decide, so
 that a verification is one CUDA graph. A token of -1 is no token: nothing follows it, and nothing reaches it.
-Source: DESIGN.md section 4 (graft, walk); specq/spec/tree.py has the definitions on lists.
+specq/spec/tree.py has the definitions on lists (`graft`, `walk`).
 """
 
 from __future__ import annotations

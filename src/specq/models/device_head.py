@@ -1,7 +1,7 @@
 """The rows of an EAGLE head on our kernels: fixed buffers, lengths on the device, no host read.
 
 A row is one token with the state before it. What a row sees is what lies committed in the head's cache and its
-ancestors among the nodes of this drafting; facts/eagle.md section 1.
+ancestors among the nodes of this drafting. Source: arXiv 2406.16858 section 4.1.
 """
 
 from __future__ import annotations

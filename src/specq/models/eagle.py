@@ -2,7 +2,7 @@
 
 EAGLE-1 and EAGLE-2 share their weights (arXiv 2401.15077, 2406.16858); EAGLE-3 reads three hidden states and brings
 its own norm, head and, often, a trimmed vocabulary (2503.01840). Building the tree is the drafter's business.
-Source of shapes and of what a checkpoint leaves out: facts/eagle.md sections 1 and 2.
+Source of shapes and of what a checkpoint leaves out: SafeAILab/EAGLE, model/cnets1.py and model/cnets.py.
 """
 
 from __future__ import annotations

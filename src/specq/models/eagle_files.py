@@ -1,7 +1,7 @@
 """The tensors of a head's folder and its config: what form of head they are, and whether they fit a target.
 
-Configs of published heads are unreliable (facts/eagle.md section 2.3): biases, embeddings and trimmed vocabularies are
-decided by presence, the rest is checked against the target before any weight is loaded.
+Configs of published heads are unreliable (`bias: false` beside a bias, SafeAILab/EAGLE#100): biases, embeddings and
+trimmed vocabularies are decided by presence, the rest is checked against the target before any weight is loaded.
 """
 
 from __future__ import annotations

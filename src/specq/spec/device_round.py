@@ -1,7 +1,7 @@
 """A verification on the device: nodes, step, samples, walk and compaction without the host, then one read.
 
 Its shapes are those of the node bucket, so on CUDA it is one graph a bucket and form of sampling; everywhere it is the
-same code. The definition is `Verifier.verify`. Source: DESIGN.md section 4.
+same code. The definition is `Verifier.verify`.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class SequenceDrafter:
     """A whole speculator as the drafter of the next level: its verified text becomes one chain.
 
     With `Speculator(NoDrafter(), model)` inside it is the ordinary draft model; with an EAGLE tree inside it is the
-    hierarchical pipeline's tree-to-sequence step. Source: arXiv 2505.22179 section 4; DESIGN.md section 1.
+    hierarchical pipeline's tree-to-sequence step. Source: arXiv 2505.22179 section 4.
     """
 
     def __init__(self, speculator: Speculator, *, at_least: int) -> None:

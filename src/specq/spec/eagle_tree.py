@@ -1,6 +1,7 @@
 """The dynamic draft tree of EAGLE-2, grown from a head's own predictions.
 
-Source: arXiv 2406.16858; facts/eagle.md section 1 and DESIGN.md section 1 for what happens to rows without features.
+A row is a token with the target's feature before it. Rows of drafted features are dropped after each draft, so that
+accepted tokens get rows of true ones in the next. Source: arXiv 2406.16858; SafeAILab/EAGLE, model/cnets.py.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def default_sampling(folder: Path) -> Sampling:
 def set_threads(model: CausalLM, threads: int | None) -> None:
     """Use this many CPU threads; None measures one decoding step with 1, half and all cores and takes the fastest.
 
-    On a small or busy machine two threads can be several times slower than one (facts/models.md section 4).
+    On a small or busy machine two threads can be several times slower than one: a barrier waits for the slower of them.
     """
     if threads is not None:
         torch.set_num_threads(threads)

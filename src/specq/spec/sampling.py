@@ -1,7 +1,7 @@
 """Sampling as a pure function of logits, position, seed and prefix, so that no drafter can change the text.
 
 Gumbel-max with counter-based noise: the noise of a token depends on the seed, its absolute position and its own id
-only. Source: DESIGN.md section 1; Philox4x32-10, Salmon et al. 2011; shared noise, arXiv 2408.07978.
+only. Source: Philox4x32-10, Salmon et al. 2011; noise shared by drafter and target, arXiv 2408.07978.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class StreamEvent:
 
 @dataclass(frozen=True)
 class Generation:
-    """The run record of one answer; every name as CLI.md defines it. Rates are None when nothing was timed."""
+    """The run record of one answer; named as in `specq run --json`. Rates are None when nothing was timed."""
 
     text: str
     token_ids: tuple[int, ...]

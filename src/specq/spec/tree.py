@@ -85,7 +85,7 @@ def graft(pending: Sequence[int], tree: DraftTree, *, device: torch.device | Non
 def walk(tree: DraftTree, sampled: Sequence[int], *, start: int) -> list[int]:
     """The nodes from `start` down that follow the sampled tokens: a child is taken while it is its parent's sample.
 
-    `sampled[i]` belongs to node `start + i`. Of two equal siblings the first is taken. Source: DESIGN.md section 4.
+    `sampled[i]` belongs to node `start + i`. Of two equal siblings the first is taken.
     """
     children: dict[tuple[int, int], int] = {}
     for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):

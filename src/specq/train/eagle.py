@@ -1,7 +1,7 @@
 """An EAGLE-2 head in training: the target's features in, its next features and tokens out, unrolled over depth.
 
 Source: arXiv 2401.15077 (the head, its two losses, noise on features); 2503.01840 (unrolling: at depth j the head reads
-its own predictions of depth j - 1, as it will when drafting). Published files: facts/eagle.md section 2.
+its own predictions of depth j - 1, as it will when drafting). Files: as SafeAILab/EAGLE publishes them.
 """
 
 from __future__ import annotations

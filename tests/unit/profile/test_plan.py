@@ -37,7 +37,7 @@ def timing(ms: float) -> dict[int, Timing]:
 
 FLAT = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.01, 10: 1.01, 16: 1.02, 32: 1.05, 64: 1.2}
 HOSTILE = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.01, 10: 1.01, 16: 1.03, 32: 1.25, 64: 1.8}
-"""A 4-bit target on a large GPU: verify(60) = 1.8, verify(10) = 1.01 (facts/specmquant.md 3.3)."""
+"""A 4-bit target on a large GPU: verify(60) = 1.8, verify(10) = 1.01 (arXiv 2505.22179)."""
 
 
 def rates(*values: float, rounds: int = 2000) -> Rates:
