@@ -18,6 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specq.errors import UsageError
 
+TEMPLATE_FILE = "chat_template.jinja"
+
 # What a template may raise as it runs: its own refusals, and Python's errors for messages it did not expect.
 RENDER_ERRORS = (
     TemplateError,
@@ -67,7 +69,7 @@ def read_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
     A chat_template.jinja is newer than the entry in tokenizer_config.json and wins over it; of several named
     templates the one called default is the chat.
     """
-    file = folder / "chat_template.jinja"
+    file = folder / TEMPLATE_FILE
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")

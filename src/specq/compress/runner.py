@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from specq.checkpoint import ModelSpec
+from specq.companions import companion_files, copy_companions
 from specq.compress import card, writer
 from specq.compress.calibration import TokenSet, calibration_tokens, evaluation_tokens
 from specq.compress.digest import source_digest
@@ -116,6 +117,7 @@ class _Task:
     source: Path
     output: Path
     tokenizer: Tokenizer
+    companions: Mapping[str, Path]
     job: Job
     tokens: TokenSet | None
     held_out: TokenSet
@@ -149,6 +151,7 @@ def _prepare(
         torch.cuda.reset_peak_memory_stats(device)
     job = Job(spec, weights, plan, settings, device, on_progress, shared=shared)
     tokenizer = Tokenizer.load(source if lender is None else lender.path)
+    companions = companion_files(source) if lender is None else {}
     tokens = None
     if settings.method == "gptq":
         tokens = _calibrate(spec, plan, tokenizer, calibration, offline)
@@ -175,7 +178,7 @@ def _prepare(
         "torch": torch.__version__,
         "specq": package_version("specq"),
     }
-    return _Task(source, output, tokenizer, job, tokens, held_out, fingerprint)
+    return _Task(source, output, tokenizer, companions, job, tokens, held_out, fingerprint)
 
 
 def _calibrate(
@@ -200,7 +203,7 @@ def _write(task: _Task, workspace: LayerWorkspace) -> tuple[Path, int]:
         num_bytes = writer.write_weights(staged, job.all_tensors(workspace))
         writer.write_configs(staged, task.source, job.spec, job.plan, job.settings)
         if job.shared is None:
-            writer.copy_companions(staged, task.source, task.tokenizer)
+            copy_companions(task.companions, staged, chat_template=task.tokenizer.chat_template)
         else:
             writer.write_manifest(staged, task.source, job.shared)
     return staged, num_bytes

@@ -1,7 +1,4 @@
-"""The finished folder: sharded safetensors, configs, tokenizer, chat template and model card.
-
-Only known files are copied from the source, none through a link out of it, and nothing that is code.
-"""
+"""The finished folder's weights and configs; what lies beside them is companions.py's, the model card card.py's."""
 
 from __future__ import annotations
 
@@ -16,32 +13,16 @@ from torch import Tensor
 
 from specq import __version__
 from specq.checkpoint import ModelSpec, write_json
+from specq.companions import without_local_keys
 from specq.compress.plan import HEAD_NAME, Plan, Settings
 from specq.models.inventory import HEAD, expected_tensors
 from specq.models.loader import model_config
 from specq.models.shared import KEY, MANIFEST, SharedEmbeddings
 from specq.tensor_files import safe_path
 from specq.tensors import WeightSource
-from specq.tokenizer import Tokenizer
 
 SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
-COPIED = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "LICENSE",
-    "LICENSE.txt",
-    "NOTICE",
-)
-LOCAL_KEYS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "auto_map")
-"""Keys of configs that hold paths of whoever saved them, or name code that is not copied."""
-
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -93,7 +74,7 @@ def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
 
 def write_configs(folder: Path, source: Path, spec: ModelSpec, plan: Plan, settings: Settings) -> None:
     """Writes config.json with its quantization_config, and quantize_config.json where the format has one."""
-    config = {key: value for key, value in source_config(source).items() if key not in LOCAL_KEYS}
+    config = without_local_keys(source_config(source))
     if plan.packs_head:
         config["tie_word_embeddings"] = False
     quantization = quantization_config(plan, settings)
@@ -107,14 +88,6 @@ def write_configs(folder: Path, source: Path, spec: ModelSpec, plan: Plan, setti
 def source_config(source: Path) -> dict[str, Any]:
     """The source's config.json, or what a GGUF file's header makes of one, without how it is quantized."""
     return {key: value for key, value in model_config(source).items() if key != "quantization_config"}
-
-
-def gguf_file(source: Path) -> Path | None:
-    """The GGUF file of a model that comes as one."""
-    if source.suffix == ".gguf":
-        return source
-    files = sorted(source.glob("*.gguf"))
-    return files[0] if files and not (source / "config.json").is_file() else None
 
 
 def quantization_config(plan: Plan, settings: Settings) -> dict[str, Any]:
@@ -174,27 +147,6 @@ def _compressed_tensors_config(plan: Plan, settings: Settings, skipped: list[str
         ],
         "kv_cache_scheme": None,
     }
-
-
-def copy_companions(folder: Path, source: Path, tokenizer: Tokenizer) -> None:
-    """Copies tokenizer and generation settings; the chat template also as chat_template.jinja."""
-    origin = source
-    if gguf_file(source) is not None:
-        from specq import gguf_tokenizer
-
-        origin = gguf_tokenizer.convert(source)
-        extra = (source if source.is_dir() else source.parent) / "generation_config.json"
-        if source.is_dir() and extra.is_file():
-            (folder / extra.name).write_bytes(safe_path(source, extra.name).read_bytes())
-    for name in COPIED:
-        if (origin / name).is_file() and not (folder / name).exists():
-            (folder / name).write_bytes(safe_path(origin, name).read_bytes())
-    settings = origin / "tokenizer_config.json"
-    if settings.is_file():
-        read = json.loads(safe_path(origin, settings.name).read_text(encoding="utf-8"))
-        write_json(folder / settings.name, {key: value for key, value in read.items() if key not in LOCAL_KEYS})
-    if tokenizer.chat_template is not None and not (folder / "chat_template.jinja").exists():
-        (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
 
 
 def write_manifest(folder: Path, source: Path, shared: SharedEmbeddings) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from specq.checkpoint import write_json
+from specq.companions import companion_files, copy_companions
 from specq.environment import describe_environment
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_files import HeadFiles
@@ -41,7 +42,6 @@ from specq.train.job import (
     Job,
     check_lender,
     check_settings,
-    copy_tokenizer,
     fingerprint,
     load_target,
     public_settings,
@@ -92,6 +92,7 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     spec = model_spec(job.target.path)
     check_settings(job.kind, settings, spec)
     check_lender(job)
+    companion_files(job.target.path)  # a link out of the folder is refused now, not after training
     training, held_out = choose_prompts(settings)
     tokenizer = Tokenizer.load(job.lender.path if job.lender else job.target.path)
     longest = settings.length - 1
@@ -193,7 +194,7 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
         write_json(folder / INTERMEDIATE_MANIFEST, shared)
     else:
         task.save_weights(folder)
-        copy_tokenizer(path, folder)
+        copy_companions(companion_files(path), folder, chat_template=run.tokenizer.chat_template)
     student = load_model(folder, device=run.job.device, dtype=run.job.dtype, lender=model if shared else None)
     pipeline = evaluation.sequence_pipeline(
         run.job.recipe, model, student, run.tokenizer, context=settings.length + settings.eval_tokens

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specq.checkpoint import ModelSpec
+from specq.companions import without_local_keys
 from specq.models.causal_lm import CausalLM
 from specq.models.inventory import EMBEDDING, HEAD, NORM
 from specq.models.layers import DecoderLayer
@@ -85,7 +86,8 @@ class IntermediateTask:
 
     def config(self, target_config: dict[str, Any]) -> dict[str, Any]:
         """The student's config.json, from the target's."""
-        config = {key: value for key, value in target_config.items() if key != "quantization_config"}
+        config = without_local_keys(target_config)
+        config.pop("quantization_config", None)
         config["num_hidden_layers"] = len(self.layers)
         if isinstance(kinds := config.get("layer_types"), list):
             config["layer_types"] = [kinds[layer] for layer in self.layers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,6 @@ TRAINING = Engine(use_kernels=False)
 
 DIGEST_BYTES = 1 << 16
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)
@@ -133,15 +121,3 @@ def public_settings(settings: DistillSection) -> dict[str, Any]:
         if found[key] is not None and Path(found[key]).expanduser().exists():
             found[key] = Path(found[key]).name
     return found
-
-
-def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy the target's tokenizer files, or those made of its GGUF file."""
-    origin = path
-    if path.is_file() or not (path / "tokenizer.json").is_file():
-        from specq import gguf_tokenizer
-
-        origin = gguf_tokenizer.convert(path) if path.is_file() or any(path.glob("*.gguf")) else path
-    for name in TOKENIZER_FILES:
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, folder / name)

@@ -464,6 +464,7 @@ def test_links_out_of_the_source_are_not_followed(run: Run, source: Path, tmp_pa
     (source / "LICENSE").symlink_to(secret)
     with pytest.raises(UsageError, match="link out of the model's folder"):
         run(source)
+    assert not (source.parent / ".out.specq").exists()  # no layer was solved first
 
 
 def test_shards_have_an_index_that_names_every_tensor(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
