@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specq.cli.console import Console, table
-from specq.cli.measuring import Job, Limit, SuiteName, flag
+from specq.cli.measuring import Job, Limit, SuiteName
 from specq.cli.options import (
     Model,
     OutputOptions,
@@ -20,6 +20,7 @@ from specq.cli.options import (
     SamplingOptions,
     SeveralPipelines,
     VerbCommand,
+    flag,
     takes_options,
 )
 from specq.errors import GateError, UnsupportedError, UsageError

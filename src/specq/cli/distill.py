@@ -9,7 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from specq.cli.console import Console, table
-from specq.cli.options import Dtype, Model, Offline, OutputOptions, Overrides, VerbCommand, assignments, takes_options
+from specq.cli.options import (
+    Dtype,
+    Model,
+    Offline,
+    OutputOptions,
+    Overrides,
+    VerbCommand,
+    assignments,
+    flag,
+    takes_options,
+)
 from specq.errors import UsageError
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -20,10 +30,6 @@ class Kind(str, Enum):
     intermediate = "intermediate"
 
 
-def _setting(flag: str, metavar: str, help: str, **limits: Any) -> Any:
-    return typer.Option(flag, metavar=metavar, help=help, show_default=False, **limits)
-
-
 @app.command(cls=VerbCommand)
 @takes_options
 def distill(
@@ -32,29 +38,41 @@ def distill(
     kind: Annotated[Kind, typer.Option("--kind", help="An EAGLE-2 head, or a smaller model of the same tokenizer.")],
     folder: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder of the drafter.")],
     layers: Annotated[
-        int | None, _setting("--layers", "N", "For an intermediate: how many of the target's layers it keeps.", min=1)
+        int | None,
+        flag("--layers", metavar="N", help="For an intermediate: how many of the target's layers it keeps.", min=1),
     ] = None,
     prompts: Annotated[
         str | None,
-        _setting(
-            "--prompts", "FILE", "One prompt a line, or .jsonl with `prompt` or `turns`; default a few of specq's."
+        flag(
+            "--prompts",
+            metavar="FILE",
+            help="One prompt a line, or .jsonl with `prompt` or `turns`; default a few of specq's.",
         ),
     ] = None,
     eval_prompts: Annotated[
         str | None,
-        _setting("--eval-prompts", "FILE", "What accept length is measured on; default some of --prompts, held out."),
+        flag(
+            "--eval-prompts",
+            metavar="FILE",
+            help="What accept length is measured on; default some of --prompts, held out.",
+        ),
     ] = None,
-    minutes: Annotated[float | None, _setting("--minutes", "M", "End training after this time.")] = None,
-    steps: Annotated[int | None, _setting("--steps", "N", "End training after these steps.", min=1)] = None,
+    minutes: Annotated[float | None, flag("--minutes", metavar="M", help="End training after this time.")] = None,
+    steps: Annotated[int | None, flag("--steps", metavar="N", help="End training after these steps.", min=1)] = None,
     trim_vocab: Annotated[
-        int | None, _setting("--trim-vocab", "N", "For a head: draft only the N ids the target writes most.", min=1)
+        int | None,
+        flag("--trim-vocab", metavar="N", help="For a head: draft only the N ids the target writes most.", min=1),
     ] = None,
     bits: Annotated[
-        int | None, _setting("--bits", "16|4", "For a head: how its matrices are stored; default 16.")
+        int | None, flag("--bits", metavar="16|4", help="For a head: how its matrices are stored; default 16.")
     ] = None,
     head_bits: Annotated[
         int | None,
-        _setting("--head-bits", "16|8|4", "For a head: precision of the copy of the output head that it drafts with."),
+        flag(
+            "--head-bits",
+            metavar="16|8|4",
+            help="For a head: precision of the copy of the output head that it drafts with.",
+        ),
     ] = None,
     share_embeddings: Annotated[
         bool,
@@ -64,11 +82,12 @@ def distill(
         ),
     ] = False,
     start: Annotated[
-        str | None, _setting("--from", "HEAD", "For a head: begin with the weights of this one instead of random ones.")
+        str | None,
+        flag("--from", metavar="HEAD", help="For a head: begin with the weights of this one instead of random ones."),
     ] = None,
     device: Annotated[
         str,
-        typer.Option("--device", metavar="cpu|cuda[:N]", help="Default: the GPU if there is one.", show_default=False),
+        flag("--device", metavar="cpu|cuda[:N]", help="Default: the GPU if there is one."),
     ] = "auto",
     dtype: Annotated[
         Dtype, typer.Option("--dtype", help="Number format of computation; default auto.", show_default=False)
@@ -78,7 +97,9 @@ def distill(
     ] = False,
     set: Overrides = None,
     offline: Offline = False,
-    revision: Annotated[str | None, _setting("--revision", "R", "Branch, tag or commit of a Hub model.")] = None,
+    revision: Annotated[
+        str | None, flag("--revision", metavar="R", help="Branch, tag or commit of a Hub model.")
+    ] = None,
     output: OutputOptions,
 ) -> None:
     """Train a drafter on text that the target writes itself.

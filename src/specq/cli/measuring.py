@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from specq.cli.console import Console
-from specq.cli.options import Overflow, PromptOptions, SamplingOptions, SeveralPipelines, Thinking
+from specq.cli.options import Overflow, PromptOptions, SamplingOptions, SeveralPipelines, Thinking, flag
 from specq.errors import NotEnoughMemoryError, UsageError
 
 if TYPE_CHECKING:
@@ -28,11 +26,6 @@ PROMPTS = "Prompts"
 MAX_NEW_TOKENS = 512
 RECIPE_KEYS = {"target", "intermediate", "drafter", "pipeline", "context"}
 """The sections of a recipe that a measurement depends on."""
-
-
-def flag(*names: str, help: str, panel: str, metavar: str | None = None, **limits: Any) -> Any:
-    """An option without a shown default, under the title `panel` in the help."""
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
 
 
 SuiteName = Annotated[

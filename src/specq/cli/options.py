@@ -45,19 +45,20 @@ class Thinking(str, Enum):
     off = "off"
 
 
-def _flag(*names: str, help: str, metavar: str | None = None, **limits: Any) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False, **limits)
+def flag(*names: str, help: str, panel: str | None = None, metavar: str | None = None, **limits: Any) -> Any:
+    """An option without a shown default, under the title `panel` in the help."""
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
 
 
 Overrides = Annotated[
     list[str] | None,
-    _flag(
+    flag(
         "--set",
         metavar="KEY=VALUE",
         help="Override any key of the recipe, such as pipeline.draft_length=8; again for more.",
     ),
 ]
-Offline = Annotated[bool, _flag("--offline", help="Use only what is on this machine.")]
+Offline = Annotated[bool, flag("--offline", help="Use only what is on this machine.")]
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,19 @@ class PlanOptions:
     """What would run, and where."""
 
     pipeline: Annotated[
-        str | None, _flag("--pipeline", metavar="NAME", help="auto, plain, lookup, sequence, eagle2 or hierarchical.")
+        str | None, flag("--pipeline", metavar="NAME", help="auto, plain, lookup, sequence, eagle2 or hierarchical.")
     ] = None
     intermediate: Annotated[
         str | None,
-        _flag("--intermediate", metavar="MODEL", help="The smaller model with the same tokenizer that drafts."),
+        flag("--intermediate", metavar="MODEL", help="The smaller model with the same tokenizer that drafts."),
     ] = None
     set: Overrides = None
-    drafter: Annotated[str | None, _flag("--drafter", metavar="HEAD", help="The target's EAGLE head.")] = None
-    device: Annotated[str, _flag("--device", metavar="cpu|cuda[:N]", help="Default: the GPU if there is one.")] = "auto"
-    dtype: Annotated[Dtype, _flag("--dtype", help="Number format of computation; default auto.")] = Dtype.auto
+    drafter: Annotated[str | None, flag("--drafter", metavar="HEAD", help="The target's EAGLE head.")] = None
+    device: Annotated[str, flag("--device", metavar="cpu|cuda[:N]", help="Default: the GPU if there is one.")] = "auto"
+    dtype: Annotated[Dtype, flag("--dtype", help="Number format of computation; default auto.")] = Dtype.auto
     context: Annotated[
         int | None,
-        _flag(
+        flag(
             "--context",
             metavar="N",
             min=2,
@@ -85,7 +86,7 @@ class PlanOptions:
         ),
     ] = None
     offline: Offline = False
-    revision: Annotated[str | None, _flag("--revision", metavar="R", help="Branch, tag or commit of a Hub model.")] = (
+    revision: Annotated[str | None, flag("--revision", metavar="R", help="Branch, tag or commit of a Hub model.")] = (
         None
     )
 
@@ -107,9 +108,9 @@ class PipelineOptions(PlanOptions):
 
     threads: Annotated[
         int | None,
-        _flag("--threads", metavar="N", min=1, help="CPU threads; default: tried out on the first tokens."),
+        flag("--threads", metavar="N", min=1, help="CPU threads; default: tried out on the first tokens."),
     ] = None
-    no_graphs: Annotated[bool, _flag("--no-graphs", help="On a GPU, no CUDA graphs: slower, for finding faults.")] = (
+    no_graphs: Annotated[bool, flag("--no-graphs", help="On a GPU, no CUDA graphs: slower, for finding faults.")] = (
         False
     )
 
@@ -120,7 +121,7 @@ class SeveralPipelines(PipelineOptions):
 
     pipeline: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--pipeline",
             metavar="NAMES",
             help="plain, lookup, sequence, eagle2, hierarchical; again or with commas; default all that can run.",
@@ -138,7 +139,7 @@ class SamplingOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        _flag(
+        flag(
             "--max-new-tokens",
             metavar="N",
             min=1,
@@ -147,7 +148,7 @@ class SamplingOptions:
     ] = None
     temperature: Annotated[
         float | None,
-        _flag(
+        flag(
             "--temperature",
             metavar="T",
             min=0.0,
@@ -156,19 +157,19 @@ class SamplingOptions:
     ] = None
     top_p: Annotated[
         float | None,
-        _flag("--top-p", metavar="P", help="Sample from the likeliest tokens of this total probability."),
+        flag("--top-p", metavar="P", help="Sample from the likeliest tokens of this total probability."),
     ] = None
     top_k: Annotated[
         int | None,
-        _flag("--top-k", metavar="K", min=0, help="Sample from the K likeliest tokens; 0 from all."),
+        flag("--top-k", metavar="K", min=0, help="Sample from the K likeliest tokens; 0 from all."),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        _flag("--repetition-penalty", metavar="R", help="Above 1 makes tokens that occurred less likely."),
+        flag("--repetition-penalty", metavar="R", help="Above 1 makes tokens that occurred less likely."),
     ] = None
     seed: Annotated[
         int | None,
-        _flag("--seed", metavar="S", min=0, help="Same seed, same answer; default random, and recorded."),
+        flag("--seed", metavar="S", min=0, help="Same seed, same answer; default random, and recorded."),
     ] = None
 
     def overrides(self) -> list[str]:
@@ -182,24 +183,24 @@ class PromptOptions:
 
     stop: Annotated[
         list[str] | None,
-        _flag("--stop", metavar="TEXT", help="End the answer before this text; again for more."),
+        flag("--stop", metavar="TEXT", help="End the answer before this text; again for more."),
     ] = None
-    system: Annotated[str | None, _flag("--system", metavar="TEXT", help="The system message.")] = None
-    raw: Annotated[bool, _flag("--raw", help="No chat template, no special tokens: the text as it is.")] = False
+    system: Annotated[str | None, flag("--system", metavar="TEXT", help="The system message.")] = None
+    raw: Annotated[bool, flag("--raw", help="No chat template, no special tokens: the text as it is.")] = False
     chat_template: Annotated[
         Path | None,
-        _flag("--chat-template", metavar="FILE", help="A Jinja chat template instead of the model's."),
+        flag("--chat-template", metavar="FILE", help="A Jinja chat template instead of the model's."),
     ] = None
     overflow: Annotated[
         Overflow,
-        _flag(
+        flag(
             "--overflow",
             help="When the context is full: an error (default), or the oldest turns are dropped.",
         ),
     ] = Overflow.error
     thinking: Annotated[
         Thinking,
-        _flag("--thinking", help="What to do with `<think>` sections; off asks the template for none."),
+        flag("--thinking", help="What to do with `<think>` sections; off asks the template for none."),
     ] = Thinking.show
 
 
@@ -207,8 +208,8 @@ class PromptOptions:
 class OutputOptions:
     """What is printed where."""
 
-    as_json: Annotated[bool, _flag("--json", help="One JSON document on standard output.")] = False
-    quiet: Annotated[bool, _flag("--quiet", "-q", help="Only errors on standard error.")] = False
+    as_json: Annotated[bool, flag("--json", help="One JSON document on standard output.")] = False
+    quiet: Annotated[bool, flag("--quiet", "-q", help="Only errors on standard error.")] = False
 
 
 PANELS: dict[type, str] = {

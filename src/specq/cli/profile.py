@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specq.cli.console import Console, table
-from specq.cli.options import Model, OutputOptions, PipelineOptions, VerbCommand, takes_options
+from specq.cli.options import Model, OutputOptions, PipelineOptions, VerbCommand, flag, takes_options
 from specq.errors import SpecqError, UsageError
 
 if TYPE_CHECKING:
@@ -21,10 +21,6 @@ MEASUREMENT, RESULT = "Measurement", "Result"
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-def _flag(*names: str, help: str, panel: str, metavar: str | None = None, **limits: Any) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
-
-
 @app.command(cls=VerbCommand)
 @takes_options
 def profile(
@@ -32,7 +28,7 @@ def profile(
     *,
     seconds: Annotated[
         float | None,
-        _flag(
+        flag(
             "--seconds",
             metavar="S",
             min=1.0,
@@ -42,7 +38,7 @@ def profile(
     ] = None,
     prompts: Annotated[
         Path | None,
-        _flag(
+        flag(
             "--prompts",
             metavar="FILE",
             panel=MEASUREMENT,
@@ -51,7 +47,7 @@ def profile(
     ] = None,
     acceptance: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--acceptance",
             metavar="NAME=P[,P...]",
             panel=MEASUREMENT,
@@ -61,11 +57,11 @@ def profile(
     ] = None,
     compare_fp16: Annotated[
         bool,
-        _flag("--compare-fp16", panel=MEASUREMENT, help="Time the target without 4-bit matrices too, where it fits."),
+        flag("--compare-fp16", panel=MEASUREMENT, help="Time the target without 4-bit matrices too, where it fits."),
     ] = False,
     random_weights: Annotated[
         bool,
-        _flag(
+        flag(
             "--random-weights",
             panel=MEASUREMENT,
             help="A planning study: MODEL and --intermediate are shapes (8b, 70b, a config.json), their 4-bit weights "
@@ -74,11 +70,11 @@ def profile(
     ] = False,
     plot: Annotated[
         Path | None,
-        _flag("--plot", metavar="FILE", panel=RESULT, help="Draw curves and ranking: .png, .svg or .html."),
+        flag("--plot", metavar="FILE", panel=RESULT, help="Draw curves and ranking: .png, .svg or .html."),
     ] = None,
     save: Annotated[
         Path | None,
-        _flag("--save", metavar="FILE.yaml", panel=RESULT, help="Write the chosen pipeline and sizes as a recipe."),
+        flag("--save", metavar="FILE.yaml", panel=RESULT, help="Write the chosen pipeline and sizes as a recipe."),
     ] = None,
     pipeline: PipelineOptions,
     output: OutputOptions,
@@ -136,13 +132,13 @@ def _check_study(model: str | None, pipeline: PipelineOptions, *, prompts: Path 
             "`--random-weights` needs a shape",
             hint="for example specq profile 70b --intermediate 8b --random-weights --acceptance sequence=0.8",
         )
-    for flag, value, why in (
+    for name, value, why in (
         ("--prompts", prompts, "random weights accept nothing by sense: give --acceptance"),
         ("--drafter", pipeline.drafter, "heads are made up where --acceptance has eagle2 or inner"),
         ("--save", save, "there is no model that a recipe could name"),
     ):
         if value is not None:
-            raise UsageError(f"`{flag}` does not go with `--random-weights`", hint=why)
+            raise UsageError(f"`{name}` does not go with `--random-weights`", hint=why)
 
 
 def _shapes(model: str | None, pipeline: PipelineOptions) -> Recipe:

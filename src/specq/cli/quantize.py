@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specq.cli.console import Console, size_text, table
-from specq.cli.options import Model, Offline, OutputOptions, Overrides, VerbCommand, assignments, takes_options
+from specq.cli.console import Console
+from specq.cli.options import Model, Offline, OutputOptions, Overrides, VerbCommand, assignments, flag, takes_options
+from specq.cli.quantize_report import show_head, show_model, show_shared
 from specq.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from specq.compress.eagle import HeadReport
-    from specq.compress.layers import MatrixReport
     from specq.compress.report import Report
-    from specq.compress.sharing import SharingReport
     from specq.hub import Snapshot
     from specq.models.shared import Lender
     from specq.recipe import ModelRef, QuantizeSection, Recipe
@@ -40,25 +39,21 @@ class Format(str, Enum):
     compressed_tensors = "compressed-tensors"
 
 
-def _flag(*names: str, help: str, panel: str, metavar: str | None = None, **limits: Any) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
-
-
 @app.command(cls=VerbCommand)
 @takes_options
 def quantize(
     model: Model = None,
     *,
     out: Annotated[
-        Path, _flag("--output", "-o", metavar="DIR", panel=RESULT, help="The folder to write, whole or not at all.")
+        Path, flag("--output", "-o", metavar="DIR", panel=RESULT, help="The folder to write, whole or not at all.")
     ],
     method: Annotated[
         Method | None,
-        _flag("--method", panel=METHOD, help="GPTQ (default), or rounding to nearest, which needs no text."),
+        flag("--method", panel=METHOD, help="GPTQ (default), or rounding to nearest, which needs no text."),
     ] = None,
     group_size: Annotated[
         int | None,
-        _flag(
+        flag(
             "--group-size",
             metavar="N",
             panel=METHOD,
@@ -67,18 +62,18 @@ def quantize(
     ] = None,
     act_order: Annotated[
         bool | None,
-        _flag(
+        flag(
             "--act-order",
             panel=METHOD,
             help="Store a column order (desc_act): a little closer, slower in most engines.",
         ),
     ] = None,
     asym: Annotated[
-        bool | None, _flag("--asym", panel=METHOD, help="A zero point a group; some engines' fast kernels refuse it.")
+        bool | None, flag("--asym", panel=METHOD, help="A zero point a group; some engines' fast kernels refuse it.")
     ] = None,
     head_bits: Annotated[
         int | None,
-        _flag(
+        flag(
             "--head-bits",
             metavar="8|4",
             panel=METHOD,
@@ -87,11 +82,11 @@ def quantize(
     ] = None,
     strict_shapes: Annotated[
         bool | None,
-        _flag("--strict-shapes", panel=METHOD, help="Refuse a model that has a matrix the group size does not divide."),
+        flag("--strict-shapes", panel=METHOD, help="Refuse a model that has a matrix the group size does not divide."),
     ] = None,
     calib: Annotated[
         str | None,
-        _flag(
+        flag(
             "--calib",
             metavar="bundled|FILE|hub:DATASET",
             panel=TEXT,
@@ -100,7 +95,7 @@ def quantize(
     ] = None,
     samples: Annotated[
         int | None,
-        _flag(
+        flag(
             "--samples",
             metavar="N",
             min=1,
@@ -109,11 +104,11 @@ def quantize(
         ),
     ] = None,
     seq_len: Annotated[
-        int | None, _flag("--seq-len", metavar="L", min=32, panel=TEXT, help="Tokens a sequence; default 512.")
+        int | None, flag("--seq-len", metavar="L", min=32, panel=TEXT, help="Tokens a sequence; default 512.")
     ] = None,
     max_kl: Annotated[
         float | None,
-        _flag(
+        flag(
             "--max-kl",
             metavar="X",
             panel=RESULT,
@@ -122,11 +117,11 @@ def quantize(
     ] = None,
     format: Annotated[
         Format | None,
-        _flag("--format", panel=RESULT, help="How it is stored: gptq (version 1, default) or compressed-tensors."),
+        flag("--format", panel=RESULT, help="How it is stored: gptq (version 1, default) or compressed-tensors."),
     ] = None,
     share_embeddings: Annotated[
         str | None,
-        _flag(
+        flag(
             "--share-embeddings",
             metavar="TARGET",
             panel=RESULT,
@@ -135,13 +130,13 @@ def quantize(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, _flag("--overwrite", panel=RESULT, help="Replace DIR, and drop an unfinished run with other options.")
+        bool, flag("--overwrite", panel=RESULT, help="Replace DIR, and drop an unfinished run with other options.")
     ] = False,
     device: Annotated[
-        str, _flag("--device", metavar="cpu|cuda[:N]", panel=METHOD, help="Default: the GPU if there is one.")
+        str, flag("--device", metavar="cpu|cuda[:N]", panel=METHOD, help="Default: the GPU if there is one.")
     ] = "auto",
     revision: Annotated[
-        str | None, _flag("--revision", metavar="R", panel=METHOD, help="Branch, tag or commit of a Hub model.")
+        str | None, flag("--revision", metavar="R", panel=METHOD, help="Branch, tag or commit of a Hub model.")
     ] = None,
     overrides: Overrides = None,
     offline: Offline = False,
@@ -180,7 +175,7 @@ def quantize(
                 raise UsageError("--share-embeddings is for models, and this is an EAGLE head", hint="leave it out")
             _require_unset(recipe, OF_MODELS, "is for models, and this is an EAGLE head")
             head = _run_head(recipe, snapshot, out, overwrite=overwrite)
-            console.document(head.record()) if output.as_json else _show_head(console, head)
+            console.document(head.record()) if output.as_json else show_head(console, head)
             return
         lender = None
         if share_embeddings is not None:
@@ -191,7 +186,7 @@ def quantize(
             if is_quantized(snapshot.path):
                 _require_unset(recipe, QuantizeSection.model_fields, "changes nothing: the model is in 4 bits already")
                 left = leave_embeddings(snapshot.path, out, lender=lender, overwrite=overwrite)
-                console.document(left.record()) if output.as_json else _show_left(console, left)
+                console.document(left.record()) if output.as_json else show_shared(console, left)
                 return
         report = _run(
             recipe, snapshot, out, lender=lender, device=device, overwrite=overwrite, offline=offline, console=console
@@ -199,7 +194,7 @@ def quantize(
         if output.as_json:
             console.document(report.record())
         else:
-            _show(console, report)
+            show_model(console, report)
     limit, found = recipe.quantize.max_kl if recipe.quantize else None, report.scores["quantized"].kl
     if limit is not None and found > limit:
         raise GateError(
@@ -337,54 +332,3 @@ def command_line(name: str, section: QuantizeSection, lender: Lender | None = No
 
 def _public_name(model: str, path: Path) -> str:
     return model if model.startswith("specq:") else path.resolve().name
-
-
-def _show(console: Console, report: Report) -> None:
-    from specq.compress.card import evaluation_rows, what_stays
-
-    console.line(table(matrix_rows(report.matrices)))
-    console.line(what_stays(report))
-    console.line()
-    console.line(table(evaluation_rows(report)))
-    memory = f"{size_text(report.peak_host_bytes)} of host memory" if report.peak_host_bytes else ""
-    if report.peak_device_bytes is not None:
-        memory += f", {size_text(report.peak_device_bytes)} on the device"
-    console.line()
-    took = f"{report.seconds / 60:.1f} minutes" if report.seconds >= 90 else f"{report.seconds:.0f} seconds"
-    console.line(f"{report.output}: {size_text(report.num_bytes)}, {took}, at most {memory}")
-
-
-def _show_left(console: Console, report: SharingReport) -> None:
-    console.line(f"{report.output}: {size_text(report.num_bytes)}, the 4 bits as they were; embedding, output head and")
-    console.line(f"tokenizer are those of {report.shared.lender}")
-
-
-def _show_head(console: Console, report: HeadReport) -> None:
-    rows = [["matrix", "shape", "group", "error"]]
-    for matrix in report.matrices:
-        rows.append([matrix.name, f"{matrix.rows}x{matrix.columns}", str(report.group_size), f"{matrix.error:.4f}"])
-    console.line(table(rows))
-    console.line()
-    console.line(f"{report.output}: {size_text(report.num_bytes)}; drafts with {report.draft_head_bits} bits")
-
-
-def matrix_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:
-    """A table with a row for each kind of matrix: shape, bits, group, mean and worst output error, bytes, remark."""
-    from specq.compress.card import error_text
-
-    kinds: dict[str, list[MatrixReport]] = {}
-    for matrix in matrices:
-        kinds.setdefault(matrix.place[1], []).append(matrix)
-    rows = [["matrix", "shape", "bits", "group", "error", "worst", "bytes", "remark"]]
-    for name, found in kinds.items():
-        first = found[0]
-        errors = [(matrix.error, matrix.place[0]) for matrix in found if matrix.error is not None]
-        mean = error_text(sum(error for error, _ in errors) / len(errors)) if errors else "-"
-        worst = "-"
-        if len(errors) > 1:
-            error, layer = max(errors)
-            worst = f"{error_text(error)} in layer {layer}"
-        group = "-" if first.group_size is None else str(first.group_size)
-        size = size_text(sum(matrix.num_bytes for matrix in found))
-        rows.append([name, f"{first.rows}x{first.columns}", str(first.bits), group, mean, worst, size, first.remark])
-    return rows

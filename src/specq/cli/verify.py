@@ -9,7 +9,7 @@ import typer
 
 from specq.cli.bench import require_lossless, show_differences
 from specq.cli.console import Console, table
-from specq.cli.measuring import Job, Limit, SuiteName, flag, working
+from specq.cli.measuring import Job, Limit, SuiteName, working
 from specq.cli.options import (
     Model,
     OutputOptions,
@@ -17,6 +17,7 @@ from specq.cli.options import (
     SamplingOptions,
     SeveralPipelines,
     VerbCommand,
+    flag,
     takes_options,
 )
 from specq.errors import GateError
