@@ -111,6 +111,13 @@ def test_a_piped_line_is_a_turn_and_the_answers_are_all_of_standard_output(specq
     assert document["answers"][1]["reused_tokens"] > 0
 
 
+def test_a_cut_at_the_default_length_is_said(call, model, monkeypatch) -> None:
+    for module in ("chat", "chat_session"):
+        monkeypatch.setattr(f"specq.cli.{module}.CHAT_TOKENS", 6)
+    done = call("chat", model, stdin="hello\n")
+    assert "cut at 6 tokens: --max-new-tokens N" in done.err
+
+
 def test_a_block_between_quotes_is_one_message(call, model) -> None:
     stdin = '"""\none\ntwo\\\n/quit\n"""\n'
     done = call("chat", model, "--max-new-tokens", "2", "--json", stdin=stdin)

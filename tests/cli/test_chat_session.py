@@ -198,3 +198,15 @@ def test_records_hold_the_names_of_the_contract(session) -> None:
     record = json.loads(json.dumps(chat.results[0].record()))
     assert record["tokens_out"] == len(record["token_ids"]) == 12
     assert record["finish_reason"] == "length"
+
+
+def test_an_answer_without_a_chosen_length_ends_at_the_default(session, monkeypatch) -> None:
+    monkeypatch.setattr("specq.cli.chat_session.CHAT_TOKENS", 6)
+    free, chosen = session(max_new_tokens=None), session(max_new_tokens=6)
+    say(free, "hello")
+    say(chosen, "hello")
+    assert [chat.results[0].tokens_out for chat in (free, chosen)] == [6, 6]
+    assert (free.was_cut, chosen.was_cut) == (True, False)
+    free.set("max_new_tokens", "9")
+    say(free, "hello")
+    assert (free.results[1].tokens_out, free.was_cut) == (9, False)

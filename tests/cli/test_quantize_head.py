@@ -26,6 +26,7 @@ def test_a_head_in_4_bits_drafts_and_keeps_what_was_said_of_it(call, model, head
     assert done.code == 0, done.err
     report = json.loads(done.out)
     assert (report["group_size"], report["draft_head_bits"], len(report["matrices"])) == (32, 8, 8)
+    assert report["method"] == "rtn"
     files = HeadFiles(tmp_path / "small")
     assert files.head_bits == 8
     assert files.config["quantization_config"]["bits"] == 4
@@ -43,13 +44,14 @@ def test_a_head_in_4_bits_drafts_and_keeps_what_was_said_of_it(call, model, head
 def test_the_table_names_every_matrix(call, head, tmp_path) -> None:
     done = call("quantize", head, "-o", tmp_path / "small", "--group-size", "32")
     assert done.out.count("_proj.weight") == 7
-    assert "drafts with 16 bits" in done.out
+    assert "rounded to nearest; drafts with 16 bits" in done.out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--act-order",), "--act-order is for models"),
+        (("--method", "gptq"), "`--method gptq` is for models: an EAGLE head is rounded to nearest"),
         (("--format", "compressed-tensors"), "--format is for models"),
         (("--asym",), "--asym is for models"),
         (("--strict-shapes",), "--strict-shapes is for models"),

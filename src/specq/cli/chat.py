@@ -11,6 +11,7 @@ import typer
 
 from specq.cli.console import Console, interrupt_as_request
 from specq.cli.options import (
+    CHAT_TOKENS,
     Model,
     OutputOptions,
     PipelineOptions,
@@ -123,6 +124,10 @@ def show_answer(session: ChatSession, text: str, console: Console, *, is_streame
     decision = session.pipeline.decision
     plain_tps = decision.plain_tps if decision is not None else None
     console.note(console.dim(status_line(session.results[-1], plain_tps=plain_tps)))
+    if session.was_cut:
+        console.note(
+            f"cut at {CHAT_TOKENS} tokens: --max-new-tokens N, or /set max_new_tokens N, allows longer answers"
+        )
     if interrupt.requested and not sys.stdin.isatty():
         raise KeyboardInterrupt
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specq.cli.options import Overflow, Thinking
+from specq.cli.options import CHAT_TOKENS, Overflow, Thinking
 from specq.cli.thinking import opens_thinking, without_thinking
 from specq.errors import UsageError
 from specq.recipe import Sampling
@@ -65,7 +65,8 @@ class ChatSession:
         """
         ids = self._fitting_prompt(text)
         self.starts_thinking = opens_thinking(self.pipeline.tokenizer, ids)
-        stream = self.pipeline.stream(ids, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop=self.stop)
+        longest = self.max_new_tokens or CHAT_TOKENS
+        stream = self.pipeline.stream(ids, sampling=self.sampling, max_new_tokens=longest, stop=self.stop)
         return self._answer(text, stream)
 
     def _answer(self, text: str, stream: Any) -> Generator[str, None, None]:
@@ -85,6 +86,12 @@ class ChatSession:
             answer = answer if said and "</think>" in answer else said
         if answer or result.finish_reason != "interrupted":
             self.turns.append(Turn(text, answer))
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the last answer ended at the length that is the default, not one somebody chose."""
+        last = self.results[-1]
+        return self.max_new_tokens is None and last.finish_reason == "length" and last.tokens_out >= CHAT_TOKENS
 
     def messages(self) -> list[dict[str, str]]:
         """The whole chat as role and content, the system message first."""
@@ -153,7 +160,7 @@ class ChatSession:
         shown = {key: str(getattr(sampler, key)) for key in Sampling.model_fields}
         if self.sampling.seed is None and self.pipeline.recipe.sampling.seed is None:
             shown["seed"] = "random"
-        shown["max_new_tokens"] = str(self.max_new_tokens or "to the end of the context")
+        shown["max_new_tokens"] = str(self.max_new_tokens or CHAT_TOKENS)
         return shown | {"overflow": self.overflow.value, "thinking": self.thinking.value}
 
     def _fitting_prompt(self, text: str) -> list[int]:
@@ -163,7 +170,7 @@ class ChatSession:
         if len(ids) < context and self.overflow is Overflow.error:
             return ids
         # with room for an answer, so that a full chat does not drop one turn after every other token
-        room = min(self.max_new_tokens or context, max(1, context // 4))
+        room = min(self.max_new_tokens or CHAT_TOKENS, max(1, context // 4))
         dropped = self.num_dropped
         while self.overflow is Overflow.drop_oldest and len(ids) > context - room and dropped < len(self.turns):
             dropped += 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from specq.cli.console import Console
-from specq.cli.options import Overflow, PromptOptions, SamplingOptions, SeveralPipelines, Thinking, flag
+from specq.cli.options import MAX_NEW_TOKENS, Overflow, PromptOptions, SamplingOptions, SeveralPipelines, Thinking, flag
 from specq.errors import NotEnoughMemoryError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from specq.spec.lossless import Verdict
 
 PROMPTS = "Prompts"
-MAX_NEW_TOKENS = 512
 RECIPE_KEYS = {"target", "intermediate", "drafter", "pipeline", "context"}
 """The sections of a recipe that a measurement depends on."""
 

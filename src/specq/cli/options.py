@@ -45,6 +45,10 @@ class Thinking(str, Enum):
     off = "off"
 
 
+MAX_NEW_TOKENS, CHAT_TOKENS = 512, 2048
+"""The longest answer where none is given. A small model that repeats itself ends there, not at the context's end."""
+
+
 def flag(*names: str, help: str, panel: str | None = None, metavar: str | None = None, **limits: Any) -> Any:
     """An option without a shown default, under the title `panel` in the help."""
     return typer.Option(*names, help=help, metavar=metavar, show_default=False, rich_help_panel=panel, **limits)
@@ -143,7 +147,7 @@ class SamplingOptions:
             "--max-new-tokens",
             metavar="N",
             min=1,
-            help="Longest answer; default 512, in chat the end of the context.",
+            help="Longest answer; default 512, in chat 2048.",
         ),
     ] = None
     temperature: Annotated[

@@ -148,8 +148,8 @@ def quantize(
     takes it up where it stopped, to the same bits. At the end perplexity, KL divergence and top-1 agreement are
     measured on text kept apart, beside those of rounding to nearest.
 
-    MODEL may be an EAGLE head: its matrices are rounded to nearest, and --head-bits is for the copy of the target's
-    output head that it drafts with.
+    MODEL may be an EAGLE head: its matrices are always rounded to nearest, and --head-bits is for the copy of the
+    target's output head that it drafts with.
     """
     flags = {
         "quantize.method": method and method.value,
@@ -174,6 +174,7 @@ def quantize(
             if share_embeddings is not None:
                 raise UsageError("--share-embeddings is for models, and this is an EAGLE head", hint="leave it out")
             _require_unset(recipe, OF_MODELS, "is for models, and this is an EAGLE head")
+            _require_rounding(recipe)
             head = _run_head(recipe, snapshot, out, overwrite=overwrite)
             console.document(head.record()) if output.as_json else show_head(console, head)
             return
@@ -218,6 +219,15 @@ def _require_unset(recipe: Recipe, names: Iterable[str], why: str) -> None:
     for name in names:
         if name in given:
             raise UsageError(f"--{name.replace('_', '-')} {why}", hint="leave it out")
+
+
+def _require_rounding(recipe: Recipe) -> None:
+    """Raise UsageError when GPTQ was asked for by name: without a flag a model gets it, and a head is rounded."""
+    section = recipe.quantize
+    if section is not None and section.method == "gptq" and "method" in section.model_fields_set:
+        raise UsageError(
+            "`--method gptq` is for models: an EAGLE head is rounded to nearest", hint="leave it out, or --method rtn"
+        )
 
 
 def _lender(model: str, *, offline: bool, console: Console) -> Lender:

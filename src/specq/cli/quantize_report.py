@@ -43,7 +43,9 @@ def show_head(console: Console, report: HeadReport) -> None:
         rows.append([matrix.name, f"{matrix.rows}x{matrix.columns}", str(report.group_size), f"{matrix.error:.4f}"])
     console.line(table(rows))
     console.line()
-    console.line(f"{report.output}: {size_text(report.num_bytes)}; drafts with {report.draft_head_bits} bits")
+    console.line(
+        f"{report.output}: {size_text(report.num_bytes)}, rounded to nearest; drafts with {report.draft_head_bits} bits"
+    )
 
 
 def matrix_rows(matrices: Sequence[MatrixReport]) -> list[list[str]]:

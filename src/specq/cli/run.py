@@ -10,6 +10,7 @@ import typer
 
 from specq.cli.console import Console, interrupt_as_request
 from specq.cli.options import (
+    MAX_NEW_TOKENS,
     OutputOptions,
     PipelineOptions,
     PromptOptions,
@@ -22,8 +23,6 @@ from specq.errors import UsageError
 
 if TYPE_CHECKING:
     from specq.spec.session import Generation, Pipeline, Stream, StreamEvent
-
-MAX_NEW_TOKENS = 512
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -46,7 +46,7 @@ class HeadReport:
 
     def record(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
-        return asdict(self) | {"output": str(self.output)}
+        return asdict(self) | {"output": str(self.output), "method": "rtn"}
 
 
 def quantize_eagle(
