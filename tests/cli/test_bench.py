@@ -80,6 +80,7 @@ def profiled(pair, monkeypatch, tmp_path) -> None:
     chosen = Decision("sequence", (("pipeline.draft_length", 2),), (level,), 50.0, 1.5, None, "2026-01-01")
     key.path.parent.mkdir(parents=True)
     rates = {"predicted_tps": 90.0, "gain": 1.8, "uncertainty": 0.2, "accept_len": 1.5, "round_ms": 16.0}
+    rates["first_ms"] = 0.0
     candidates = [
         {"pipeline": "sequence", "settings": {"pipeline.draft_length": 9}, **rates},
         {"pipeline": "sequence", "settings": {"pipeline.draft_length": 2}, **rates, "accept_len": 2.0},
@@ -90,7 +91,7 @@ def profiled(pair, monkeypatch, tmp_path) -> None:
         "is_complete": True,
         "key": key.record(),
         "decision": chosen.record(),
-        "plan": {"context": 64, "candidates": candidates},
+        "plan": {"context": 64, "answer_tokens": 32, "candidates": candidates},
         "sampling": {"temperature": 0.5, "top_p": 1.0, "repetition_penalty": 1.0},
         "measured_at": "2026-01-01",
     }
@@ -111,16 +112,21 @@ def test_what_a_profile_predicted_stands_beside_what_was_measured(call, pair, pr
     plain, auto = document["profile"]["predictions"]  # the profile planned no lookup
     assert (plain["row"], auto["row"]) == ("plain", "auto")
     measured = document["rows"][1]
-    assert auto["predicted_tps"] == 90.0
-    assert auto["off"] == pytest.approx(90.0 / measured["decode_tps"] - 1)
+    later = measured["tokens_out"] / measured["answers"] - 1
+    predicted = 1e3 * later / ((later + 0.5) / 2.0 * 16.0)  # of its last round half is cut off
+    assert auto["predicted_tps"] == pytest.approx(predicted)
+    assert auto["off"] == pytest.approx(predicted / measured["decode_tps"] - 1)
     assert (auto["predicted_accept_len"], auto["measured_accept_len"]) == (2.0, measured["accept_len"])
     assert auto["measured_round_ms"] == pytest.approx(1e3 * measured["accept_len"] / measured["decode_tps"])
     done = call("bench", *pair, *ARGUMENTS, "--pipeline", "auto", "--limit", "1")
-    assert "on average for the fastest 2 (" in done.out
-    assert " % in what a round costs, " in done.out
+    assert "on average for the fastest 2: " in done.out
+    assert " % by what was accepted, " in done.out
     both = call("bench", *pair, *ARGUMENTS, "--pipeline", "auto,sequence", "--set", "pipeline.draft_length=2,4")
-    assert "on average for the fastest 2 (" in both.out  # auto is the sequence of 2 again, that of 4 was not planned
-    assert done.out.rstrip().endswith("it holds for 64 tokens of context and was measured at temperature 0.5")
+    assert "on average for the fastest 2: " in both.out  # auto is the sequence of 2 again, that of 4 was not planned
+    assert "its times hold for 64 tokens of context\n" in done.out
+    assert done.out.rstrip().endswith(
+        "not comparable: the profile was measured at temperature 0.5, this run at temperature 0"
+    )
 
 
 def test_profiled_sizes_are_those_predicted_to_be_the_fastest(call, pair, profiled) -> None:

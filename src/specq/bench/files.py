@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,36 @@ def csv_text(rows: Sequence[RowReport]) -> str:
 
 
 def markdown_text(
-    rows: Sequence[RowReport], facts: Mapping[str, Any], *, more: Sequence[Sequence[Sequence[str]]] = ()
+    rows: Sequence[RowReport],
+    facts: Mapping[str, Any],
+    *,
+    more: Sequence[Sequence[Sequence[str]]] = (),
+    closing: Sequence[str] = (),
 ) -> str:
-    """The tables and `more` of them, with the facts a reader needs to repeat the measurement."""
-    head = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return "\n\n".join([head, *map(_markdown_table, [*all_tables(rows), *more])]) + "\n"
+    """The tables and `more` of them, with the facts a reader needs to repeat the measurement, and closing lines."""
+    head = "\n".join(_fact_lines(facts))
+    parts = [head, *map(_markdown_table, [*all_tables(rows), *more])]
+    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in closing)]).rstrip() + "\n"
+
+
+def _fact_lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """A list item for each fact, what is inside one below it; what is unknown is left out."""
+    for name, value in facts.items():
+        title = f"{indent}- {name.replace('_', ' ') if not indent else name}:"
+        if isinstance(value, Mapping):
+            flat = all(not isinstance(each, Mapping) for each in value.values())
+            known = {key: each for key, each in value.items() if each is not None}
+            if flat:
+                yield f"{title} {', '.join(f'{key} {_fact(each)}' for key, each in known.items()) or 'none'}"
+            else:
+                yield title
+                yield from _fact_lines(known, indent + "  ")
+        elif value is not None:
+            yield f"{title} {f'`{value}`' if name == 'command' else _fact(value)}"
+
+
+def _fact(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _markdown_table(lines: Sequence[Sequence[str]]) -> str:

@@ -12,6 +12,7 @@ from specq.bench.prompts import Prompt
 from specq.environment import device_state
 from specq.errors import UsageError
 from specq.spec.session import Generation, Pipeline
+from specq.spec.stopwatch import quiet_heap
 
 ROOM = 16
 """Tokens of answer a prompt has to leave room for; a longer one is left out, for every contestant."""
@@ -122,8 +123,25 @@ def run_benchmark(
                 contestant.prepare(decoding)
             contestant.answer(asking.ids(fitting[0], []), decoding, sampling=decoding.seeded(0))
             run.warmup_s[contestant.name].append(perf_counter() - began)
+    with quiet_heap():
+        _answer_all(contestants, fitting, asking, decoding, run, repeats=repeats, say=say)
+    run.machine.append({"prompt": None, **device_state(str(asking.pipeline.target.device))})
+    return run
+
+
+def _answer_all(
+    contestants: Sequence[Contestant],
+    prompts: Sequence[Prompt],
+    asking: Asking,
+    decoding: Decoding,
+    run: Run,
+    *,
+    repeats: int,
+    say: Callable[[str], None],
+) -> None:
+    """Fill the run with everybody's answers."""
     num_round = 0
-    for index, prompt in enumerate(fitting):
+    for index, prompt in enumerate(prompts):
         run.machine.append({"prompt": prompt.id, **device_state(str(asking.pipeline.target.device))})
         answers: list[str] = []
         for turn in range(len(prompt.turns)):
@@ -132,7 +150,7 @@ def run_benchmark(
                 run.skipped.append(f"{prompt.id} from turn {turn + 1} on")
                 break
             for repeat in range(repeats):
-                say(f"prompt {index + 1} of {len(fitting)} ({prompt.id}), turn {turn + 1}, repeat {repeat + 1}")
+                say(f"prompt {index + 1} of {len(prompts)} ({prompt.id}), turn {turn + 1}, repeat {repeat + 1}")
                 for contestant in contestants if num_round % 2 == 0 else contestants[::-1]:
                     answer = contestant.answer(ids, decoding, sampling=decoding.seeded(index))
                     place = len(run.samples)
@@ -141,8 +159,6 @@ def run_benchmark(
                 num_round += 1
             own = next(s for s in run.samples[::-1] if s.contestant == contestants[0].name)
             answers.append(own.generation.text)
-    run.machine.append({"prompt": None, **device_state(str(asking.pipeline.target.device))})
-    return run
 
 
 def _fitting(prompts: Sequence[Prompt], asking: Asking, run: Run) -> list[Prompt]:

@@ -144,9 +144,9 @@ def bench(
         else:
             _show(console, rows, run, facts)
             if forecast is not None:
-                console.line(f"\n{table(forecast.table(rows))}\n{forecast.line(facts['sampling'])}")
-        more = [] if forecast is None else [forecast.table(rows)]
-        _write_files(rows, facts, csv=csv, md=md, plot=plot, more=more)
+                lines = "\n".join(forecast.lines(facts["sampling"]))
+                console.line(f"\n{table(forecast.table(rows))}\n{lines}")
+        _write_files(rows, facts, csv=csv, md=md, plot=plot, forecast=forecast)
     _gate(rows, min_speedup)
 
 
@@ -209,14 +209,16 @@ def _write_files(
     csv: Path | None,
     md: Path | None,
     plot: Path | None,
-    more: Sequence[list[list[str]]],
+    forecast: Comparison | None,
 ) -> None:
     from specq.bench import files
 
     if csv is not None:
         files.write_text(csv, files.csv_text(rows))
     if md is not None:
-        files.write_text(md, files.markdown_text(rows, facts, more=more))
+        more = [] if forecast is None else [forecast.table(rows)]
+        closing = [] if forecast is None else forecast.lines(facts["sampling"])
+        files.write_text(md, files.markdown_text(rows, facts, more=more, closing=closing))
     if plot is not None:
         environment = facts["environment"]
         title = f"{', '.join(environment['models'])}\n{environment['device']}, {facts['suite']['prompts']} prompts"

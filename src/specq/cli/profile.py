@@ -45,6 +45,17 @@ def profile(
             help="Prompts of your own kind, one a line or .jsonl; default a bundled dozen.",
         ),
     ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        flag(
+            "--max-new-tokens",
+            metavar="N",
+            min=8,
+            panel=MEASUREMENT,
+            help="Tokens of a calibration answer, as long as yours: long ones repeat themselves more. Default 128 on a "
+            "GPU, 32 on a CPU.",
+        ),
+    ] = None,
     acceptance: Annotated[
         list[str] | None,
         flag(
@@ -108,6 +119,7 @@ def profile(
             offline=pipeline.offline or None,
             use_graphs=not pipeline.no_graphs,
             seconds=seconds,
+            max_new_tokens=max_new_tokens,
             by_hand=parse_by_hand(acceptance or []),
             compare_fp16=compare_fp16,
             is_random=random_weights,

@@ -130,8 +130,9 @@ class CostModel:
     """Everything that was timed: steps by model role, drafting of a round by head role and shape, lookup, the loop.
 
     `drafting[role][(depth, top_k, head_bits)][context]` is one whole drafting of a head. `loop_ms` is what a plain
-    round took beyond its step when it ran among others, `extra_ms` what those of other pipelines took beyond their
-    parts and that. `drift` is how far the two halves of the measurement differ, as a share.
+    round took beyond its step when whole answers were decoded, `extra_ms` what those of other pipelines took beyond
+    their parts and that (less than nothing where the parts overlap), `first_ms` what an answer's first round took
+    beyond the others. `drift` is how far the two halves of the measurement differ, as a share.
     """
 
     steps: Mapping[str, StepCurve]
@@ -139,6 +140,7 @@ class CostModel:
     lookup: Mapping[int, Timing] = field(default_factory=dict)
     loop_ms: float = 0.0
     extra_ms: Mapping[str, float] = field(default_factory=dict)
+    first_ms: Mapping[str, float] = field(default_factory=dict)
     drift: float = 0.0
 
     def plain_round(self, context: float) -> Cost:
@@ -154,8 +156,19 @@ class CostModel:
         return interpolate({at: t.cost for at, t in self.lookup.items()}, context) if self.lookup else Cost(0.0)
 
     def draft(self, role: str, tree: Tree, context: float) -> Cost:
-        """One drafting of this tree by the head. Raises KeyError for a depth, top-k and bits that were not measured."""
-        return interpolate({at: t.cost for at, t in self.drafting[role][tree[1:]].items()}, context)
+        """One drafting of this tree by the head. Raises KeyError for a depth, top-k and bits that were not measured.
+
+        Bits that were measured at one context only cost at others what 16 bits do and their difference there.
+        """
+        found = self._draft(role, tree[1:], context)
+        whole = (tree.depth, tree.top_k, 16)
+        if len(points := self.drafting[role][tree[1:]]) > 1 or whole not in self.drafting[role]:
+            return found
+        shift = self._draft(role, whole, context).ms - self._draft(role, whole, next(iter(points))).ms
+        return Cost(max(found.ms + shift, 0.0), found.error_ms)
+
+    def _draft(self, role: str, shape: tuple[int, int, int], context: float) -> Cost:
+        return interpolate({at: t.cost for at, t in self.drafting[role][shape].items()}, context)
 
     def record(self) -> dict[str, Any]:
         drafting = [
@@ -170,6 +183,7 @@ class CostModel:
             "lookup": [{"context": context, **timing.record()} for context, timing in sorted(self.lookup.items())],
             "loop_ms": self.loop_ms,
             "extra_ms": dict(self.extra_ms),
+            "first_ms": dict(self.first_ms),
             "drift": self.drift,
         }
 

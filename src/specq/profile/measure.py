@@ -39,13 +39,24 @@ class Grid:
     top_ks: tuple[int, ...]
     prefill: int
     head_bits: tuple[int, ...] = (16,)
+    most_run: int | None = None
+    """Nodes that a head runs at most in one drafting; None where any number is worth a try."""
 
     @classmethod
-    def of(cls, device: torch.device, *, context: int, tree: Tree | None, head_bits: tuple[int, ...] = (16,)) -> Grid:
+    def of(
+        cls,
+        device: torch.device,
+        *,
+        context: int,
+        tree: Tree | None,
+        head_bits: tuple[int, ...] = (16,),
+        is_padded: bool = False,
+    ) -> Grid:
         """The grid for this device, up to the recipe's context and with the tree in it that the recipe asks for.
 
-        A GPU pads to buckets, so those are measured; a CPU runs every count as it is and has time for two contexts
-        and for small trees, since every row costs there.
+        On a GPU our kernels pad to buckets, and torch's products are measured there too; a CPU runs every count as it
+        is and has time for two contexts and for small trees, since every row costs there. `is_padded` leaves out what
+        would run the graph of another count.
         """
         sequences: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 16)
         trees: tuple[int, ...] = (2, 3, 4, 6, 8, 16, 32)
@@ -53,7 +64,9 @@ class Grid:
         depths: tuple[int, ...] = (1, 2, 3, 5)
         top_ks, prefill = {1, 4}, 128
         if device.type == "cuda":
-            sequences, trees = tuple(sorted({*BUCKETS, 3, 5, 6, 12, 48})), (4, 8, 16, 24, 32, 48, 64)
+            more = () if is_padded else (3, 5, 6, 12, 48)
+            sequences, trees = tuple(sorted({*BUCKETS, *more})), (4, 8, 16, 24, 32, 48, 64)
+            trees = tuple(nodes for nodes in trees if nodes in BUCKETS) if is_padded else trees
             contexts, depths = (128, 1024, 4096, context), (1, 2, 3, 4, 5, 6, 8)
             top_ks, prefill = {1, 4, 10}, PREFILL_CHUNK
         fitting = sorted({min(c, context - 1) for c in contexts})
@@ -61,7 +74,14 @@ class Grid:
             top_ks.add(tree.top_k)
             depths, trees = tuple(sorted({*depths, tree.depth})), tuple(sorted({*trees, tree.nodes}))
         prefill = min(prefill, fitting[-1])
-        return cls(sequences, trees, tuple(fitting), depths, tuple(sorted(top_ks)), prefill, head_bits)
+        most_run = None
+        if device.type == "cuda":  # more leave the kernels, for drafts that are tens of times slower
+            most_run = max(MAX_NODES, 0 if tree is None else (tree.depth - 1) * tree.top_k)
+        return cls(sequences, trees, tuple(fitting), depths, tuple(sorted(top_ks)), prefill, head_bits, most_run)
+
+    def can_draft(self, depth: int, top_k: int) -> bool:
+        """Whether draftings of this shape are timed."""
+        return self.most_run is None or (depth - 1) * top_k <= self.most_run
 
     def at(self, context: int) -> Grid:
         """The same at one context."""
@@ -154,7 +174,7 @@ def drafted_trees(grid: Grid) -> list[Tree]:
         for top_k in grid.top_ks
         for depth in grid.depths
         for nodes in grid.trees
-        if top_k > 1 and depth < nodes <= 1 + top_k + (depth - 1) * top_k**2
+        if top_k > 1 and depth < nodes <= 1 + top_k + (depth - 1) * top_k**2 and grid.can_draft(depth, top_k)
     ]
     return [tree._replace(head_bits=bits) for bits in grid.head_bits for tree in chains + trees]
 
@@ -176,9 +196,11 @@ def _jobs(
             for nodes in grid.trees:
                 yield StepKey(role, TREE, context, nodes), step_job(verifier, text, context, nodes, form=TREE)
             if head is not None:
-                # What fewer bits save does not depend on the context: one is enough where time is short.
-                bits = grid.head_bits if context == contexts[0] or seat.model.device.type == "cuda" else (16,)
+                # What fewer bits save does not depend on the context: one is enough.
+                bits = grid.head_bits if context == contexts[0] else (16,)
                 for shape in product(grid.depths, grid.top_ks, bits):
+                    if not grid.can_draft(*shape[:2]):
+                        continue
                     job = _drafting(head, verifier, text, context, Tree(MAX_NODES, *shape))
                     yield DraftKey(f"{role}_head", context, *shape), job
         yield PrefillKey(role, grid.prefill), _prefill(seat, verifier, text, grid.prefill)

@@ -16,19 +16,31 @@ from specq.recipe import Recipe
 from specq.spec.decision import with_settings
 from specq.spec.pipelines import PIPELINES, Parts
 from specq.spec.sampling import Sampler
-from specq.spec.speculator import Round, Speculator, StopRule, generate
+from specq.spec.session import Reader, Stream
+from specq.spec.speculator import Round, Speculator, StopRule
 from specq.spec.tree import DraftTree
 from specq.spec.warm_up import warm_up
 
 FEWEST_ROUNDS = 8
+FEWEST_PROMPTS = 2
 
 T_FACTORS = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Student's t for 95 %, by degrees of freedom from 1."""
 
 
+class Mute:
+    """A reader of ids that stand for no text."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 @dataclass(frozen=True)
 class Setting:
-    """Models, sampler and stop ids that calibration runs with."""
+    """Models, sampler and stop ids that calibration runs with, and what makes text of ids, which takes time too."""
 
     parts: Parts
     recipe: Recipe
@@ -36,6 +48,7 @@ class Setting:
     stop_ids: frozenset[int]
     context: int
     max_new_tokens: int
+    reader: Callable[[], Reader] = Mute
 
     def speculator(self, candidate: Candidate) -> Speculator:
         """The pipeline of a candidate, as decoding builds it."""
@@ -45,61 +58,75 @@ class Setting:
 
 @dataclass
 class Run:
-    """One answer: its decode rounds, and tokens and seconds after the first token."""
+    """One answer: where it began, its decode rounds, and tokens and seconds after the first token."""
 
+    start: int
     rounds: list[Round]
     tokens: int
     seconds: float
 
     @property
+    def first_ms(self) -> float | None:
+        """What the first round took beyond the others, since drafters catch up with the prompt in it. None alone."""
+        first, *others = [r.draft_ms + r.verify_ms for r in self.rounds] or [0.0]
+        return first - statistics.fmean(others) if others else None
+
+    @property
     def round_ms(self) -> float | None:
-        """What a round took on average, the first apart: a head catches up with the prompt in it. None without more."""
-        parts = [r.draft_ms + r.verify_ms for r in self.rounds]
-        if len(parts) < 2:
-            return None
-        loop_ms = max(0.0, self.seconds * 1e3 - sum(parts)) / len(parts)
-        return statistics.fmean(parts[1:]) + loop_ms
+        """What a round took on average, without what only the first took. None without more rounds."""
+        first_ms = self.first_ms
+        return None if first_ms is None else (self.seconds * 1e3 - first_ms) / len(self.rounds)
 
 
-def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int], *, seconds: float = math.inf) -> Run:
-    """The answer of a pipeline to a prompt, from empty caches.
+def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int], *, seconds: float | None = None) -> Run:
+    """The answer of a pipeline to a prompt, from empty caches, read as text like any answer.
 
-    It ends after so many `seconds`, but not before FEWEST_ROUNDS decode rounds.
+    With `seconds` it ends after so many of them, but not before FEWEST_ROUNDS decode rounds, and always after a whole
+    round: a cap cuts the last drafts short, which says nothing of what a drafter can do.
     """
     setting.parts.rollback(0)
-    context = list(prompt)
-    # No cap in the rule: it would cut the last drafts short, which says nothing of what a drafter can do.
-    rule = StopRule(start=len(context), stop_ids=setting.stop_ids, context_limit=setting.context)
-    first = last = perf_counter()
-    with closing(generate(speculator, context, rule)) as tokens:  # type: ignore[type-var]
-        for count, _ in enumerate(tokens, 1):
-            last = perf_counter()
-            first = last if count == 1 else first
-            is_enough = count >= setting.max_new_tokens or (
-                last - first > seconds and len(speculator.rounds) > FEWEST_ROUNDS
-            )
-            if is_enough and count == sum(r.decided for r in speculator.rounds):
+    context, reader = list(prompt), setting.reader()
+    rule = StopRule(
+        start=len(context),
+        stop_ids=setting.stop_ids,
+        max_new_tokens=setting.max_new_tokens if seconds is None else None,
+        context_limit=setting.context,
+        read_text=reader.push,
+    )
+    stream = Stream(speculator, context, rule, reader, reused_tokens=0, pipeline="", seed=setting.sampler.seed)
+    with closing(stream):
+        began, count = perf_counter(), 0
+        for event in stream:
+            count += len(event.token_ids)
+            if seconds is None:
+                continue
+            is_over = perf_counter() - began > seconds and len(speculator.rounds) > FEWEST_ROUNDS
+            if (is_over or count >= setting.max_new_tokens) and count == sum(r.decided for r in speculator.rounds):
                 break
+    result = stream.result
     rounds = [r for r in speculator.rounds if not r.is_prefill]
-    return Run(rounds, len(context) - len(prompt) - 1, last - first)
+    tokens = result.tokens_out - 1
+    return Run(len(prompt), rounds, tokens, tokens / result.decode_tps if result.decode_tps else 0.0)
 
 
 @dataclass
 class Observation:
     """What was seen of the pipelines so far; usable at any time, so that an interrupted run keeps what it has.
 
-    Trees are kept by the top-k and head bits they were drafted with. `timed` are (candidate, context, milliseconds a
-    round) of all runs.
+    Trees are kept by the top-k and head bits they were drafted with.
     """
 
-    plain: list[Run] = field(default_factory=list)
     lookup: list[Run] = field(default_factory=list)
     sequence: list[Run] = field(default_factory=list)
     eagle2: dict[tuple[int, int], list[TreeRound]] = field(default_factory=dict)
     inner: dict[tuple[int, int], list[TreeRound]] = field(default_factory=dict)
-    timed: list[tuple[Candidate, float, float]] = field(default_factory=list)
-    contexts: list[int] = field(default_factory=list)
+    runs: dict[Candidate, list[Run]] = field(default_factory=dict)
     prompts: set[int] = field(default_factory=set)
+
+    @property
+    def measured(self) -> list[Measured]:
+        """What ran, candidate by candidate, as it is measured again in the end."""
+        return [measured(candidate, runs, ()) for candidate, runs in self.runs.items()]
 
     def acceptance(self, trees: Sequence[Tree], by_hand: Mapping[str, Rates], recipe_tree: Tree) -> Acceptance:
         """The rates of what was seen; what is given by hand comes before it (a tree's for the recipe's shape)."""
@@ -142,7 +169,6 @@ def observe(
                 continue
             on_run(f"acceptance: {candidate.pipeline} on prompt {number + 1} of {len(prompts)}")
             _run_task(setting, candidate, kind, prompt, found, seconds=share)
-            found.contexts.append(len(prompt) + setting.max_new_tokens // 2)
             found.prompts.add(number)
 
 
@@ -157,9 +183,8 @@ def _run_task(
         rounds = trees.setdefault((sizes["drafter.top_k"], sizes["drafter.head_bits"]), [])
         watched.observer = lambda tree, decided: rounds.append(_tree_round(tree, decided))
     run = run_prompt(setting, speculator, prompt, seconds=seconds)
-    if run.round_ms is not None:
-        found.timed.append((candidate, len(prompt) + len(run.rounds) / 2, run.round_ms))
-    if kind in ("plain", "lookup", "sequence"):
+    found.runs.setdefault(candidate, []).append(run)
+    if kind in ("lookup", "sequence"):
         getattr(found, kind).append(run)
 
 
@@ -199,10 +224,14 @@ def remeasure(
     prompts: Sequence[Sequence[int]],
     candidates: Sequence[Candidate],
     *,
+    best: int,
     seconds: float,
     on_run: Callable[[str], None] = lambda what: None,
 ) -> list[Measured]:
-    """The candidates (plain first) run one after the other on the same prompts, the order turned round each time."""
+    """The candidates (plain first) run one after the other on the same prompts, the order turned round each time.
+
+    All run on FEWEST_PROMPTS prompts, then plain and the `best` that follow it on more, until the time is over.
+    """
     if setting.parts.target.model.device.type == "cuda":
         for candidate in candidates:
             on_run(f"preparing {candidate.pipeline}")
@@ -210,18 +239,25 @@ def remeasure(
     began = perf_counter()
     runs: dict[Candidate, list[Run]] = {candidate: [] for candidate in candidates}
     for number, prompt in enumerate(prompts):
-        if number > 1 and perf_counter() - began > seconds:
+        if number >= FEWEST_PROMPTS and perf_counter() - began > seconds:
             break
-        for candidate in candidates if number % 2 == 0 else reversed(candidates):
+        again = candidates if number < FEWEST_PROMPTS or _is_quick(setting) else candidates[: best + 1]
+        for candidate in again if number % 2 == 0 else reversed(again):
             on_run(f"measuring {candidate.pipeline} again on prompt {number + 1} of {len(prompts)}")
             runs[candidate].append(run_prompt(setting, setting.speculator(candidate), prompt))
-    return [_measured(candidate, runs[candidate], runs[candidates[0]]) for candidate in candidates]
+    return [measured(candidate, runs[candidate], runs[candidates[0]]) for candidate in candidates]
 
 
-def _measured(candidate: Candidate, runs: Sequence[Run], plain: Sequence[Run]) -> Measured:
+def _is_quick(setting: Setting) -> bool:
+    """Whether there is time for every pipeline on every prompt."""
+    return setting.parts.target.model.device.type == "cuda"
+
+
+def measured(candidate: Candidate, runs: Sequence[Run], plain: Sequence[Run]) -> Measured:
+    """What these runs of a candidate say, and its gain over `plain` runs on the same prompts, as far as there are."""
     logs = [
         math.log((run.tokens / run.seconds) / (base.tokens / base.seconds))
-        for run, base in zip(runs, plain, strict=True)
+        for run, base in zip(runs, plain, strict=False)
         if run.seconds > 0 and base.seconds > 0 and run.tokens > 0 and base.tokens > 0
     ]
     gain = math.exp(statistics.fmean(logs)) if logs else 1.0
@@ -231,11 +267,15 @@ def _measured(candidate: Candidate, runs: Sequence[Run], plain: Sequence[Run]) -
         error = factor * statistics.stdev(logs) / math.sqrt(len(logs))
     tokens, rounds = sum(run.tokens for run in runs), sum(len(run.rounds) for run in runs)
     seconds = sum(run.seconds for run in runs)
+    whole = [(run.round_ms, run.first_ms) for run in runs if run.round_ms is not None and run.first_ms is not None]
     return Measured(
         candidate,
-        tokens / seconds if seconds else 0.0,
-        tokens / rounds if rounds else 1.0,
-        gain,
-        gain * error,
-        len(logs),
+        tokens_per_s=tokens / seconds if seconds else 0.0,
+        accept_len=tokens / rounds if rounds else 1.0,
+        gain=gain,
+        uncertainty=gain * error,
+        prompts=len(logs),
+        context=statistics.fmean(run.start + run.tokens / 2 for run in runs) if runs else 0.0,
+        round_ms=statistics.median(ms for ms, _ in whole) if whole else None,
+        first_ms=statistics.median(ms for _, ms in whole) if whole else None,
     )

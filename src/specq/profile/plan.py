@@ -34,9 +34,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class Plan:
-    """Candidates by predicted speed, fastest first, plain among them; what was not considered; and the winner."""
+    """Candidates by predicted speed, fastest first, plain among them; what was not considered; and the winner.
+
+    It holds for answers of `answer` tokens on average.
+    """
 
     context: int
+    answer: float
     ranking: tuple[Prediction, ...]
     refused: tuple[Refused, ...]
     winner: Prediction
@@ -55,6 +59,7 @@ class Plan:
     def record(self) -> dict[str, Any]:
         return {
             "context": self.context,
+            "answer_tokens": self.answer,
             "candidates": [p.record() for p in self.ranking],
             "not_considered": {r.pipeline: r.reason for r in self.refused},
             "winner": self.winner.record(),
@@ -66,14 +71,15 @@ def plan(
     acceptance: Acceptance,
     *,
     context: int,
+    answer: float,
     missing: Mapping[str, str | None],
     memory: Mapping[str, int] | None = None,
     available_bytes: int | None = None,
 ) -> Plan:
-    """The plan at this context. `missing` has every pipeline, with the reason when it lacks a part.
+    """The plan at this context, for answers of so many tokens.
 
-    `memory` is bytes by model role. The winner beats plain decoding by more than the uncertainty of the prediction;
-    when none does it is plain.
+    `missing` has every pipeline, with the reason when it lacks a part. `memory` is bytes by model role. The winner
+    beats plain decoding by more than the uncertainty of the prediction; when none does it is plain.
     """
     ranking: list[Prediction] = []
     refused: list[Refused] = []
@@ -86,7 +92,7 @@ def plan(
             continue
         found = [
             replace(
-                predict(costs, candidate, round_, context=context),
+                predict(costs, candidate, round_, context=context, answer=answer),
                 memory_bytes=None if memory is None or needed is None else needed + _draft_head(candidate, memory),
             )
             for candidate, round_ in PREDICTORS[name](costs, acceptance, context)
@@ -97,7 +103,7 @@ def plan(
     ranking.sort(key=lambda p: (-p.tokens_per_s, p.candidate.pipeline != "plain"))
     plain = next(p for p in ranking if p.candidate.pipeline == "plain")
     winner = next((p for p in ranking if p.is_faster), plain)
-    return Plan(context, tuple(ranking), tuple(refused), winner)
+    return Plan(context, answer, tuple(ranking), tuple(refused), winner)
 
 
 def _draft_head(candidate: Candidate, memory: Mapping[str, int]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from specq.profile.acceptance import Acceptance, Rates
 from specq.profile.cost import SEQUENCE, TREE, Cost, CostModel, StepCurve, Tree
+from specq.spec.decision import answer_tps
 
 LONGEST_SEQUENCE = 16
 LOOKUP_LENGTHS = (2, 3, 4, 5, 7, 9, 12, 15)
@@ -33,7 +34,8 @@ class Candidate:
 class Round:
     """A predicted decode round: tokens with half their 95 % interval, its parts in milliseconds.
 
-    `drafting_cost` is the whole round's cost when it drafted; for lookup only some rounds do.
+    `drafting_cost` is the whole round's cost when it drafted; for lookup only some rounds do. `first_ms` is what the
+    first round of an answer takes more.
     """
 
     tokens: float
@@ -42,6 +44,7 @@ class Round:
     verify: Cost
     loop: Cost
     drafting_cost: Cost
+    first_ms: float = 0.0
 
     @property
     def cost(self) -> Cost:
@@ -50,7 +53,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a candidate is expected to do. `gain` is against plain decoding, `uncertainty` its 95 % half width."""
+    """What a candidate is expected to do over answers of the length planned for.
+
+    `gain` is against plain decoding, `uncertainty` its 95 % half width.
+    """
 
     candidate: Candidate
     tokens_per_s: float
@@ -60,6 +66,7 @@ class Prediction:
     draft_ms: float
     verify_ms: float
     round_ms: float
+    first_ms: float = 0.0
     memory_bytes: int | None = None
 
     @property
@@ -78,13 +85,17 @@ class Prediction:
             "draft_ms": self.draft_ms,
             "verify_ms": self.verify_ms,
             "round_ms": self.round_ms,
+            "first_ms": self.first_ms,
             "memory_bytes": self.memory_bytes,
         }
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate as it ran: tokens a second over all prompts, and its gain over plain on the same prompts."""
+    """A candidate as it ran: tokens a second over all prompts, and its gain over plain on the same prompts.
+
+    `round_ms` and `first_ms` are medians over the prompts, at `context` tokens on average; None of one-round answers.
+    """
 
     candidate: Candidate
     tokens_per_s: float
@@ -92,6 +103,9 @@ class Measured:
     gain: float
     uncertainty: float
     prompts: int
+    context: float = 0.0
+    round_ms: float | None = None
+    first_ms: float | None = None
 
     def record(self) -> dict[str, Any]:
         return {
@@ -102,27 +116,32 @@ class Measured:
             "gain": self.gain,
             "uncertainty": self.uncertainty,
             "prompts": self.prompts,
+            "context": self.context,
+            "round_ms": self.round_ms,
+            "first_ms": self.first_ms,
         }
 
 
 Predicted = Iterator[tuple[Candidate, Round]]
 
 
-def predict(costs: CostModel, candidate: Candidate, round_: Round, *, context: float) -> Prediction:
-    """The prediction of a candidate whose round is known."""
+def predict(costs: CostModel, candidate: Candidate, round_: Round, *, context: float, answer: float) -> Prediction:
+    """The prediction of a candidate whose round is known, for answers of so many tokens."""
     plain, cost = costs.plain_round(context), round_.cost
-    gain = round_.tokens * plain.ms / cost.ms
+    tps = answer_tps(accept_len=round_.tokens, round_ms=cost.ms, first_ms=round_.first_ms, tokens=answer)
+    gain = tps * plain.ms / 1e3
     parts = (plain.error_ms / plain.ms, cost.error_ms / cost.ms, round_.tokens_error / round_.tokens, costs.drift)
     is_plain = candidate.pipeline == "plain"
     return Prediction(
         candidate=candidate,
-        tokens_per_s=1e3 * round_.tokens / cost.ms,
+        tokens_per_s=tps,
         gain=1.0 if is_plain else gain,
         uncertainty=0.0 if is_plain else gain * math.hypot(*parts),
         accept_len=round_.tokens,
         draft_ms=round_.draft.ms,
         verify_ms=round_.verify.ms,
         round_ms=cost.ms,
+        first_ms=round_.first_ms,
     )
 
 
@@ -224,25 +243,27 @@ PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
 }
 
 
-def with_real_rounds(
-    costs: CostModel, acceptance: Acceptance, seen: Sequence[tuple[Candidate, float, float]]
-) -> CostModel:
-    """The cost model with what rounds of pipelines that ran took beyond the sum of their parts.
+def with_real_rounds(costs: CostModel, acceptance: Acceptance, seen: Sequence[Measured]) -> CostModel:
+    """The cost model with what rounds of pipelines that ran took beyond the sum of their parts, or less.
 
-    `seen` are (candidate, context, milliseconds a round). What they took more is at most a plain step: larger
-    differences are other work of the machine. Of several runs the median counts.
+    What they took more is at most a plain step: larger differences are other work of the machine. Of several
+    candidates of a pipeline the median counts.
     """
-    bare = replace(costs, loop_ms=0.0, extra_ms={})
+    bare = replace(costs, loop_ms=0.0, extra_ms={}, first_ms={})
     more: dict[str, list[float]] = {}
-    for candidate, context, ms in seen:
-        expected = dict(PREDICTORS[candidate.pipeline](bare, acceptance, context)).get(candidate)
-        if expected is not None:
-            most = costs.steps["target"].step(1, context).ms
-            more.setdefault(candidate.pipeline, []).append(min(max(ms - expected.cost.ms, 0.0), most))
+    first: dict[str, list[float]] = {}
+    for each in seen:
+        name = each.candidate.pipeline
+        expected = dict(PREDICTORS[name](bare, acceptance, each.context)).get(each.candidate)
+        if expected is not None and each.round_ms is not None:
+            most = costs.steps["target"].step(1, each.context).ms
+            more.setdefault(name, []).append(min(each.round_ms - expected.cost.ms, most))
+            first.setdefault(name, []).append(max(each.first_ms or 0.0, 0.0) if name != "plain" else 0.0)
     medians = {pipeline: median(values) for pipeline, values in more.items()}
     loop_ms = medians.pop("plain", costs.loop_ms)
-    extra_ms = {pipeline: max(0.0, value - loop_ms) for pipeline, value in medians.items()}
-    return replace(costs, loop_ms=loop_ms, extra_ms=extra_ms)
+    extra_ms = {pipeline: value - loop_ms for pipeline, value in medians.items()}
+    first_ms = {pipeline: median(values) for pipeline, values in first.items()}
+    return replace(costs, loop_ms=loop_ms, extra_ms=extra_ms, first_ms=first_ms)
 
 
 def form_of(tree: Tree) -> str:
@@ -281,7 +302,8 @@ def _round(
     drafting: Cost | None = None,
 ) -> Round:
     loop = Cost(costs.loop_ms + costs.extra_ms.get(pipeline, 0.0))
-    return Round(tokens, error, draft, verify, loop, (drafting or draft + verify) + loop)
+    first_ms = costs.first_ms.get(pipeline, 0.0)
+    return Round(tokens, error, draft, verify, loop, (drafting or draft + verify) + loop, first_ms)
 
 
 def tree_settings(tree: Tree) -> tuple[tuple[str, int], ...]:

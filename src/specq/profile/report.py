@@ -89,8 +89,8 @@ def _ranking_row(p: Prediction, fastest: float) -> tuple[str, ...]:
 
 def measured_rows(profile: Profile) -> Rows:
     """Every candidate that ran again, with its prediction and how far that was off."""
-    assert profile.plan is not None
-    predicted = {p.candidate: p for p in profile.plan.ranking}
+    assert profile.first_plan is not None
+    predicted = {p.candidate: p for p in profile.first_plan.ranking}
     rows: Rows = [
         ("pipeline", "tokens/s", "predicted", "off by", "against plain", "predicted", "accept length", "sizes")
     ]

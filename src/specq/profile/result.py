@@ -19,7 +19,10 @@ from specq.spec.decision import FORMAT, Decision, ProfileKey
 
 @dataclass
 class Profile:
-    """Everything that was measured and what follows from it; parts are None until they are there."""
+    """Everything that was measured and what follows from it; parts are None until they are there.
+
+    `first_plan` is what was predicted before the best were `measured` again, `plan` what follows from all.
+    """
 
     key: ProfileKey
     recipe: Recipe
@@ -33,6 +36,7 @@ class Profile:
     acceptance: Acceptance | None = None
     num_prompts: int = 0
     plan: Plan | None = None
+    first_plan: Plan | None = None
     other_plans: list[Plan] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
     verdict: Verdict | None = None
@@ -84,11 +88,16 @@ class Profile:
             "plans_at_other_contexts": [
                 {"context": other.context, "winner": other.winner.record()} for other in self.other_plans
             ],
-            "measured": [m.record() for m in self.measured],
+            "measured": [m.record() | {"predicted_tps": self._guess(m)} for m in self.measured],
             "reason": self.reason,
             "decision": self.decision.record() if self.decision else None,
             "notes": self.notes,
         }
+
+    def _guess(self, measured: Measured) -> float:
+        """Tokens a second that were predicted of what was measured, before it was."""
+        assert self.first_plan is not None
+        return next(p.tokens_per_s for p in self.first_plan.ranking if p.candidate == measured.candidate)
 
 
 def save(profile: Profile) -> Path:

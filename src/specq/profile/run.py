@@ -23,6 +23,7 @@ from specq.profile.timing import Samples, stability_notes
 from specq.spec.decision import Decision
 from specq.spec.drafters import PromptLookup
 from specq.spec.pipelines import Parts, Seat
+from specq.spec.stopwatch import quiet_heap
 from specq.spec.tree import MAX_NODES
 
 UNQUANTIZED = "target_unquantized"
@@ -35,7 +36,7 @@ NOT_BUILT: dict[str, str | None] = {"qspec": "specq has no products with activat
 """Pipelines that people ask for and specq cannot run, with the reason."""
 
 BEST = 2
-"""Pipelines that are measured again beside plain decoding."""
+"""Pipelines that are measured again on every prompt; the others, on a CPU, on a few."""
 
 
 def profile(
@@ -74,14 +75,21 @@ class _Run:
         self.recipe_tree = Tree(drafter.nodes, drafter.depth, drafter.top_k, drafter.head_bits or 16)
         asked = {"nodes", "depth", "top_k"} & drafter.model_fields_set or request.by_hand
         tree = self.recipe_tree if asked else None
-        self.grid = Grid.of(self.device, context=subject.context, tree=tree, head_bits=subject.head_bits)
+        self.grid = Grid.of(
+            self.device,
+            context=subject.context,
+            tree=tree,
+            head_bits=subject.head_bits,
+            is_padded=self.parts.target.model.device_step is not None,
+        )
         self.setting = Setting(
             parts=self.parts,
             recipe=recipe,
             sampler=subject.sampler,
             stop_ids=subject.stop_ids,
             context=subject.context,
-            max_new_tokens=ANSWER[kind],
+            max_new_tokens=request.max_new_tokens or ANSWER[kind],
+            reader=subject.reader,
         )
         self.prompts = self._fitting_prompts()
         tokens = [token for prompt in self.prompts for token in prompt]
@@ -104,8 +112,9 @@ class _Run:
         profile = self.profile
         profile.states.append(device_state(str(self.device)))
         try:
-            self._time()
-            self._observe()
+            with quiet_heap():
+                self._time()
+                self._observe()
         finally:
             self._summarize()
         profile.states.append(device_state(str(self.device)))
@@ -128,7 +137,7 @@ class _Run:
             self.grid,
             self.samples,
             lookup=PromptLookup(draft_length=16, max_ngram=section.max_ngram, min_ngram=section.min_ngram),
-            seconds=0.4 * self.seconds,
+            seconds=0.3 * self.seconds,
             rounds=rounds,
             on_round=lambda done: self.say(f"timing: {done} of {rounds} rounds over all steps"),
         )
@@ -174,7 +183,7 @@ class _Run:
         self.profile.memory = memory_of(self.parts)
         acceptance = self.seen.acceptance(drafted_trees(self.grid), self.request.by_hand, self.recipe_tree)
         if any(isinstance(key, StepKey) for key in self.samples):
-            self.profile.costs = with_real_rounds(cost_model(self.samples), acceptance, self.seen.timed)
+            self.profile.costs = with_real_rounds(cost_model(self.samples), acceptance, self.seen.measured)
         self.profile.acceptance = acceptance
         self.profile.num_prompts = len(self.seen.prompts)
 
@@ -186,36 +195,43 @@ class _Run:
             self.profile.costs,
             self.profile.acceptance,
             context=context,
+            answer=self.setting.max_new_tokens,
             missing=self.subject.available | NOT_BUILT,
             memory=self.profile.memory,
             available_bytes=None if free is None else free + sum(self.profile.memory.values()),
         )
 
     def _choose(self) -> None:
-        profile, costs, acceptance = self.profile, self.profile.costs, self.profile.acceptance
-        assert costs is not None
+        """Plan, measure the best of every pipeline again, settle on one, and plan with what its rounds really took."""
+        profile, acceptance = self.profile, self.profile.acceptance
+        assert profile.costs is not None
         assert acceptance is not None
-        contexts = self.seen.contexts or [self.grid.contexts[0]]
-        chosen = profile.plan = self._plan(sum(contexts) // len(contexts))
-        profile.other_plans = [self._plan(context) for context in self.grid.contexts]
-        rivals = [p.candidate for p in chosen.best_of_each() if p.candidate.pipeline != "plain"][:BEST]
+        starts = [len(self.prompts[number]) for number in self.seen.prompts] or [self.grid.contexts[0]]
+        context = sum(starts) // len(starts) + self.setting.max_new_tokens // 2
+        first = profile.plan = profile.first_plan = self._plan(context)
+        rivals = [p.candidate for p in first.best_of_each() if p.candidate.pipeline != "plain"]
         if not self.request.by_hand and rivals:
-            profile.measured = remeasure(
-                self.setting,
-                self.prompts,
-                [chosen.plain.candidate, *rivals],
-                seconds=0.25 * self.seconds,
-                on_run=self.say,
-            )
-            verdict = settle(chosen, profile.measured)
+            with quiet_heap():
+                profile.measured = remeasure(
+                    self.setting,
+                    self.prompts,
+                    [first.plain.candidate, *rivals],
+                    best=BEST,
+                    seconds=0.25 * self.seconds,
+                    on_run=self.say,
+                )
+            verdict = settle(first, profile.measured)
+            profile.costs = with_real_rounds(profile.costs, acceptance, profile.measured)
+            profile.plan = self._plan(context)
         else:
-            verdict = Verdict(chosen.winner.candidate, chosen.winner.gain, chosen.winner.uncertainty)
+            verdict = Verdict(first.winner.candidate, first.winner.gain, first.winner.uncertainty)
+        profile.other_plans = [self._plan(context) for context in self.grid.contexts]
         profile.verdict = verdict
-        plain_tps = next((m.tokens_per_s for m in profile.measured), chosen.plain.tokens_per_s)
+        plain_tps = next((m.tokens_per_s for m in profile.measured), first.plain.tokens_per_s)
         profile.decision = Decision(
             pipeline=verdict.winner.pipeline,
             settings=verdict.winner.settings,
-            levels=levels(costs, acceptance, verdict.winner),
+            levels=levels(profile.costs, acceptance, verdict.winner),
             plain_tps=plain_tps,
             gain=verdict.gain,
             threads=torch.get_num_threads() if self.device.type == "cpu" else None,

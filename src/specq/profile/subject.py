@@ -12,6 +12,7 @@ from specq.models.causal_lm import CausalLM
 from specq.profile.acceptance import Rates
 from specq.profile.cost import Tree
 from specq.profile.dense import load_dense
+from specq.profile.observe import Mute
 from specq.quant.draft_head import draft_head_bits
 from specq.recipe import Recipe, Sampling
 from specq.spec.decision import ProfileKey, with_settings
@@ -19,7 +20,9 @@ from specq.spec.load import load_pipeline
 from specq.spec.parts import DRAFTING_ROLES
 from specq.spec.pipelines import Parts
 from specq.spec.sampling import Sampler
+from specq.spec.session import Reader
 from specq.spec.tree import MAX_NODES
+from specq.tokenizer import TextStream
 
 SEED = 0
 LARGEST = Tree(MAX_NODES, 8, 10)
@@ -30,7 +33,8 @@ LARGEST = Tree(MAX_NODES, 8, 10)
 class Request:
     """What to profile, where, and for how long. `by_hand` are acceptance rates that are not measured then.
 
-    With `is_random` the models of the recipe are mere shapes, see study.py, and `prompts` are not used.
+    `max_new_tokens` are those of a calibration answer. With `is_random` the models of the recipe are mere shapes, see
+    study.py, and `prompts` are not used.
     """
 
     recipe: Recipe
@@ -41,6 +45,7 @@ class Request:
     offline: bool | None = None
     use_graphs: bool = True
     seconds: float | None = None
+    max_new_tokens: int | None = None
     by_hand: Mapping[str, Rates] = field(default_factory=dict)
     compare_fp16: bool = False
     is_random: bool = False
@@ -51,8 +56,8 @@ class Subject:
     """Loaded models and what a profile has to know of them.
 
     `encode` gives the ids of the calibration prompts that are shorter than so many tokens. `available` has every
-    pipeline, with the reason when it cannot be planned. `load_dense` gives the target without 4-bit matrices, for a
-    cache of so many tokens.
+    pipeline, with the reason when it cannot be planned. `reader` gives what makes text of an answer. `load_dense` gives
+    the target without 4-bit matrices, for a cache of so many tokens.
     """
 
     parts: Parts
@@ -64,6 +69,7 @@ class Subject:
     key: ProfileKey
     environment: dict[str, Any]
     load_dense: Callable[[int], CausalLM]
+    reader: Callable[[], Reader] = Mute
 
     @property
     def device(self) -> torch.device:
@@ -117,4 +123,5 @@ def load_subject(request: Request, say: Callable[[str], None]) -> Subject:
         key=ProfileKey.here(pipeline.folders, device=str(device), dtype=request.dtype, use_graphs=request.use_graphs),
         environment=pipeline.environment(),
         load_dense=lambda context: load_dense(target, device=str(device), dtype=dtype, context=context),
+        reader=lambda: TextStream(pipeline.tokenizer),
     )

@@ -53,12 +53,13 @@ def measure(
 ) -> None:
     """Fill `samples`: every job once unmeasured, then all jobs in turn, forwards and backwards, up to `rounds` times.
 
-    Ends early when `seconds` are over, but not before each job has FEWEST_ROUNDS samples. What was measured when it is
-    interrupted stays in `samples`.
+    Ends early when `seconds` after the unmeasured calls are over, but not before each job has FEWEST_ROUNDS samples.
+    What was measured when it is interrupted stays in `samples`.
     """
-    began = perf_counter()
     for job in jobs.values():
         job()
+    wait_for(device)
+    began = perf_counter()
     for done in range(rounds):
         if done >= FEWEST_ROUNDS and perf_counter() - began > seconds:
             break

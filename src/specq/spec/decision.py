@@ -19,7 +19,7 @@ from specq.recipe import Recipe
 from specq.storage import cache_dir
 
 PROFILES = "profiles"
-FORMAT = 2
+FORMAT = 3
 """Changes when old files cannot be read any more."""
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
@@ -78,11 +78,25 @@ class Decision:
         return cls(**values)
 
 
+def answer_rounds(accept_len: float, tokens: float) -> float:
+    """Rounds that answers of so many tokens take behind their first one; the last round is cut in its middle."""
+    return (max(tokens - 1, 0) + (accept_len - 1) / 2) / accept_len
+
+
+def answer_tps(*, accept_len: float, round_ms: float, first_ms: float, tokens: float) -> float:
+    """Decoded tokens a second, from the first token on, over answers of so many tokens (at least two).
+
+    `first_ms` is what an answer's first round takes beyond the others: drafters catch up with the prompt in it.
+    """
+    return 1e3 * (tokens - 1) / (first_ms + answer_rounds(accept_len, tokens) * round_ms)
+
+
 @dataclass(frozen=True)
 class Forecast:
     """What a profile predicts of a pipeline with its sizes: tokens a second and a round's tokens and milliseconds.
 
-    `gain` is against plain decoding, `uncertainty` half of its 95 % interval.
+    `gain` is against plain decoding, `uncertainty` half of its 95 % interval. `first_ms` is what an answer's first
+    round takes beyond `round_ms`.
     """
 
     pipeline: str
@@ -92,14 +106,22 @@ class Forecast:
     uncertainty: float
     accept_len: float
     round_ms: float
+    first_ms: float = 0.0
+
+    def tps(self, tokens: float) -> float:
+        """Decoded tokens a second over answers of so many tokens."""
+        return answer_tps(
+            accept_len=self.accept_len, round_ms=self.round_ms, first_ms=self.first_ms, tokens=max(tokens, 2)
+        )
 
 
 @dataclass(frozen=True)
 class Forecasts:
-    """All forecasts of a profile, fastest first, with the context and the sampling they hold for."""
+    """All forecasts of a profile, fastest first, with the context, answer length and sampling they hold for."""
 
     candidates: tuple[Forecast, ...]
     context: int
+    answer_tokens: float
     sampling: Mapping[str, float]
     measured_at: str
 
@@ -119,10 +141,12 @@ class Forecasts:
                 uncertainty=each["uncertainty"],
                 accept_len=each["accept_len"],
                 round_ms=each["round_ms"],
+                first_ms=each["first_ms"],
             )
             for each in record["plan"]["candidates"]
         )
-        return cls(candidates, record["plan"]["context"], record["sampling"], record["measured_at"])
+        plan = record["plan"]
+        return cls(candidates, plan["context"], plan["answer_tokens"], record["sampling"], record["measured_at"])
 
 
 @dataclass(frozen=True)

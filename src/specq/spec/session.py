@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from specq.environment import describe_environment
 from specq.errors import UsageError
@@ -237,6 +237,14 @@ class Pipeline:
         return self.parts.target.cache.length
 
 
+class Reader(Protocol):
+    """Makes text of ids, one after the other, as TextStream does."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
 class Stream:
     """Iterate for StreamEvents; `close` stops early. `result` is there when either has happened."""
 
@@ -245,7 +253,7 @@ class Stream:
         speculator: Speculator,
         context: list[int],
         rule: StopRule,
-        reader: TextStream,
+        reader: Reader,
         *,
         reused_tokens: int,
         pipeline: str,

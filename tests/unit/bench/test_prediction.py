@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from tiny_models import make_head, make_model
@@ -47,7 +48,33 @@ def test_a_head_that_no_bits_are_asked_of_is_held_against_its_own(
     recipe = pipeline.recipe.model_copy(deep=True)
     recipe.drafter.head_bits = asked  # type: ignore[assignment]
     row = PipelineContestant("eagle2", pipeline, kind="eagle2", recipe=recipe)
-    forecasts = Forecasts((forecast(16), forecast(8), forecast(4)), 64, {}, "2026-01-01")
+    forecasts = Forecasts((forecast(16), forecast(8), forecast(4)), 64, 128, {}, "2026-01-01")
     found = compare(forecasts, [row], [RowReport("eagle2", FIGURES, {}, None, None, [], None, 0)])
     assert found is not None
     assert [each.settings for each in found.rows] == [(("drafter.head_bits", bits),)]
+
+
+def test_an_error_is_told_apart_by_what_was_accepted_and_what_rounds_took(
+    make_pipeline: Callable[..., Pipeline],
+) -> None:
+    pipeline = make_pipeline(make_model())
+    row = PipelineContestant("lookup", pipeline, kind="lookup", recipe=pipeline.recipe)
+    settings = (("pipeline.draft_length", pipeline.recipe.pipeline.draft_length),)
+    made = Forecast("lookup", settings, 1.0, 1.2, 0.1, accept_len=3.0, round_ms=30.0, first_ms=40.0)
+    plain = Forecast("plain", (), 1.0, 1.0, 0.0, accept_len=1.0, round_ms=20.0)
+    # two answers of 11 tokens in 10 rounds at 40 ms each
+    figures = replace(FIGURES, answers=2, tokens_out=22, accept_len=2.0, decode_tps=50.0)
+    found = compare(
+        Forecasts((made, plain), 64, 128, {"temperature": 0.0}, "2026-01-01"),
+        [row],
+        [RowReport("lookup", figures, {}, None, None, [], None, 0)],
+    )
+    assert found is not None
+    (each,) = found.rows
+    assert each.predicted_round_ms == pytest.approx(30 + 2 * 40 / 10)
+    assert each.off_by_time == pytest.approx(40 / 38 - 1)
+    rounds = (10 + (3 - 1) / 2) / 3
+    assert each.predicted_tps == pytest.approx(1e3 * 10 / (40 + rounds * 30))
+    assert (1 + each.off_by_time) * (1 + each.off_by_acceptance) == pytest.approx(1 + each.off)
+    assert found.lines({"temperature": 0.0})[0].startswith("the profile of 2026-01-01 is off by ")
+    assert found.lines({"temperature": 0.7})[-1].startswith("not comparable: the profile was measured at temperature 0")

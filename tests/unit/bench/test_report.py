@@ -151,8 +151,19 @@ def test_csv_has_a_line_for_each_row_and_category(make_rows) -> None:
 
 
 def test_markdown_holds_the_facts_and_every_table(make_rows, tmp_path) -> None:
-    text = markdown_text(make_rows(), {"command": "specq bench", "device": "a|b"})
-    assert text.startswith("- command: specq bench\n- device: a|b\n\n|")
+    facts = {
+        "command": "specq bench",
+        "suite": {"name": "bundled", "prompts": 3},
+        "recipe": {"target": {"model": "m", "revision": None}, "context": 64},
+        "precision": {"rounding_error_logits": None},
+    }
+    text = markdown_text(make_rows(), facts, closing=["off by 3 %"])
+    lines = [
+        *("- command: `specq bench`", "- suite: name bundled, prompts 3"),
+        *("- recipe:", "  - target: model m", "  - context: 64", "- precision: none"),
+    ]
+    assert text.startswith("\n".join(lines) + "\n\n|")
+    assert text.endswith("|\n\n- off by 3 %\n")
     assert text.count("|---|") >= 5
     write_text(tmp_path / "a.md", text)
     assert (tmp_path / "a.md").read_text(encoding="utf-8") == text

@@ -13,7 +13,7 @@ from specq.models.causal_lm import CausalLM
 from specq.profile.acceptance import tree_rates
 from specq.profile.cost import Tree
 from specq.profile.measure import BUCKETS, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models, tree_of
-from specq.profile.observe import Observation, Setting, observe, remeasure
+from specq.profile.observe import Mute, Observation, Run, Setting, observe, remeasure
 from specq.profile.predict import Candidate, tree_settings
 from specq.profile.split import kind_of, split_steps
 from specq.profile.timing import FEWEST_ROUNDS, Samples, measure, stability_notes
@@ -22,6 +22,7 @@ from specq.spec.drafters import PromptLookup
 from specq.spec.eagle_tree import EagleTree, TreeShape
 from specq.spec.pipelines import HeadSeat, Parts, Seat
 from specq.spec.sampling import Sampler
+from specq.spec.speculator import Round
 from specq.spec.tree import MAX_NODES
 
 CONTEXT = 200
@@ -118,6 +119,15 @@ def test_the_grid_of_a_gpu_holds_every_bucket_and_no_context_past_the_recipe() -
         assert Tree(30, 5, 10) in drafted_trees(grid)
         assert Grid.of(torch.device(device), context=context, tree=None).sequences == grid.sequences
         assert set(BUCKETS) <= {*grid.sequences, *grid.trees, 64}
+    padded = Grid.of(torch.device("cuda"), context=2048, tree=tree, is_padded=True)
+    assert (padded.sequences, padded.trees) == (BUCKETS, (4, 8, 16, 30, 32, 64))
+
+
+def test_a_gpu_tries_no_tree_that_its_drafting_kernels_cannot_hold_unless_it_is_asked_for() -> None:
+    for tree, has in ((None, False), (Tree(60, 8, 10), True)):
+        trees = drafted_trees(Grid.of(torch.device("cuda"), context=2048, tree=tree))
+        assert (Tree(64, 8, 10) in trees) == has
+        assert Tree(64, 6, 10) in trees
 
 
 def test_trees_that_are_timed_are_trees_and_can_hold_their_nodes() -> None:
@@ -203,7 +213,7 @@ def test_expected_tokens_are_those_of_the_rounds_seen(parts: Parts) -> None:
     for rates, seen in ((acceptance.eagle2, found.eagle2), (acceptance.inner, found.inner)):
         accepted = [len(r.path) for r in seen[4, 16]]
         assert rates[tree].accepted(3) == pytest.approx(sum(accepted) / len(accepted), rel=0.05)
-    assert {candidate for candidate, _, ms in found.timed if ms > 0} == {candidate for candidate, _ in TASKS}
+    assert {each.candidate for each in found.measured if each.round_ms > 0} == {candidate for candidate, _ in TASKS}
 
 
 def test_lookup_that_found_nothing_is_known_to_find_nothing(parts: Parts) -> None:
@@ -218,7 +228,7 @@ def test_lookup_that_found_nothing_is_known_to_find_nothing(parts: Parts) -> Non
 def test_no_time_means_one_prompt_for_every_task(parts: Parts) -> None:
     found = Observation()
     observe(setting(parts), PROMPTS, TASKS, found, seconds=0.0)
-    assert (len(found.plain), len(found.lookup), len(found.sequence)) == (1, 1, 1)
+    assert [len(runs) for runs in found.runs.values()] == [1] * 5
     assert found.prompts == {0}
 
 
@@ -261,11 +271,40 @@ def test_smaller_trees_have_the_rates_they_get_when_they_run(parts: Parts) -> No
 
 def test_remeasuring_runs_every_candidate_on_the_same_prompts(parts: Parts) -> None:
     candidates = [Candidate("plain"), Candidate("sequence", (("pipeline.draft_length", 4),))]
-    plain, sequence = remeasure(setting(parts), PROMPTS, candidates, seconds=0.0)
+    plain, sequence = remeasure(setting(parts), PROMPTS, candidates, best=1, seconds=0.0)
     assert (plain.gain, plain.uncertainty, plain.accept_len) == (1.0, 0.0, 1.0)
+    assert plain.context == pytest.approx(3 + 29 / 2)
     assert plain.prompts == sequence.prompts == 2
     assert sequence.accept_len > 1.5
     assert sequence.tokens_per_s > 0
+
+
+def test_only_the_best_are_measured_again_on_every_prompt(parts: Parts) -> None:
+    candidates = [Candidate("plain"), TASKS[2][0], TASKS[1][0]]
+    found = remeasure(setting(parts), PROMPTS, candidates, best=1, seconds=60)
+    assert [each.prompts for each in found] == [5, 5, 2]
+
+
+def test_an_answer_is_read_as_text_while_it_is_measured(parts: Parts) -> None:
+    class Reader(Mute):
+        def push(self, token_id: int) -> str:
+            time.sleep(0.005)
+            return super().push(token_id)
+
+    plain = [TASKS[0][0]]
+    fast, slow = (
+        remeasure(replace(setting(parts), reader=reader), PROMPTS, plain, best=1, seconds=0.0)[0]
+        for reader in (Mute, Reader)
+    )
+    assert slow.round_ms > fast.round_ms + 4
+
+
+def test_the_first_round_is_known_apart() -> None:
+    rounds = [Round(False, 3, 2, ms, 1.0) for ms in (9.0, 1.0, 1.0)]
+    run = Run(10, rounds, 6, 0.017)
+    assert run.first_ms == pytest.approx(8.0)
+    assert run.round_ms == pytest.approx((17 - 8) / 3)
+    assert Run(10, rounds[:1], 2, 0.01).round_ms is None
 
 
 def test_a_step_is_split_by_the_names_of_what_runs(parts: Parts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from specq.profile.acceptance import Acceptance, Rates
 from specq.profile.cost import CostModel, StepCurve, Timing, Tree
 from specq.profile.plan import MODELS_OF, Plan, explain, levels, plan, settle
-from specq.profile.predict import PREDICTORS, Candidate, Measured, draft_lengths, with_real_rounds
+from specq.profile.predict import PREDICTORS, SELF, Candidate, Measured, draft_lengths, with_real_rounds
 from specq.spec.pipelines import PIPELINES
 
 CONTEXT = 256
@@ -45,7 +46,8 @@ def rates(*values: float, rounds: int = 2000) -> Rates:
 
 
 def make_plan(costs: CostModel, acceptance: Acceptance, **options: object) -> Plan:
-    return plan(costs, acceptance, context=CONTEXT, **({"missing": EVERYTHING} | options))  # type: ignore[arg-type]
+    """The plan for answers without end, where only rounds count."""
+    return plan(costs, acceptance, context=CONTEXT, answer=1e9, **({"missing": EVERYTHING} | options))  # type: ignore[arg-type]
 
 
 def with_head(target: StepCurve, *, draft_ms: float, tree: Tree = TREE) -> CostModel:
@@ -125,19 +127,57 @@ def test_what_rounds_took_beyond_their_parts_counts_for_their_pipeline() -> None
         Candidate("eagle2", (*TREE_KEYS, ("drafter.head_bits", 16))),
         Candidate("lookup", (("pipeline.draft_length", 2),)),
     )
-    seen = [
-        (Candidate("plain"), CONTEXT, 10.4),
-        (tree, CONTEXT, 16.0),  # 2 ms of drafting, 12 of verifying: 2 more than that, 1.6 more than a plain round's
-        (lookup, CONTEXT, 90.0),  # the machine did something else
-        (Candidate("eagle2", (("drafter.nodes", 5),)), CONTEXT, 1.0),  # was not planned
+    ran = [
+        (Candidate("plain"), 10.4, 0.1),  # no drafter, so nothing that its first round takes more
+        (tree, 16.0, 30.0),  # 2 ms of drafting, 12 of verifying: 2 more than that, 1.6 more than a plain round's
+        (lookup, 90.0, -0.1),  # the machine did something else
+        (Candidate("eagle2", (("drafter.nodes", 5),)), 1.0, 0.0),  # was not planned
     ]
+    seen = [Measured(each, 1.0, 1.0, 1.0, 0.0, 4, CONTEXT, *times) for each, *times in ran]
     found = with_real_rounds(costs, acceptance, seen)
     assert found.loop_ms == pytest.approx(0.4)
     assert found.extra_ms == {"eagle2": pytest.approx(1.6), "lookup": pytest.approx(9.6)}
-    planned = {p.candidate: p.round_ms for p in make_plan(found, acceptance).ranking}
-    assert planned[Candidate("plain")] == pytest.approx(10.4)
-    assert planned[tree] == pytest.approx(16.0)
+    assert found.first_ms == {"plain": 0.0, "eagle2": 30.0, "lookup": 0.0}
+    planned = {p.candidate: p for p in make_plan(found, acceptance).ranking}
+    assert planned[Candidate("plain")].round_ms == pytest.approx(10.4)
+    assert (planned[tree].round_ms, planned[tree].first_ms) == (pytest.approx(16.0), 30.0)
     assert with_real_rounds(costs, acceptance, []).loop_ms == 0.0
+
+
+def test_rounds_that_overlap_their_parts_cost_less_than_them() -> None:
+    costs = CostModel({"target": steps(FLAT)}, {"target_head": {TREE[1:]: timing(2.0)}})
+    tree = Candidate("eagle2", (*TREE_KEYS, ("drafter.head_bits", 16)))
+    acceptance = Acceptance(eagle2={TREE: rates(0.8)})
+    found = with_real_rounds(costs, acceptance, [Measured(tree, 1.0, 1.0, 1.0, 0.0, 4, CONTEXT, 13.5, 0.0)])
+    assert {p.candidate: p.round_ms for p in make_plan(found, acceptance).ranking}[tree] == pytest.approx(13.5)
+
+
+def test_a_short_answer_pays_for_its_first_round_and_for_a_last_one_that_is_cut() -> None:
+    costs = replace(with_head(steps(FLAT), draft_ms=2.0), first_ms={"eagle2": 28.0})
+    acceptance = Acceptance(eagle2={TREE: rates(0.5)})
+    short, long = (
+        next(
+            p
+            for p in plan(costs, acceptance, context=CONTEXT, answer=answer, missing=EVERYTHING).ranking
+            if p.candidate.pipeline == "eagle2"
+        )
+        for answer in (11, 10_001)
+    )
+    rounds = (10 + (short.accept_len - 1) / 2) / short.accept_len
+    assert short.tokens_per_s == pytest.approx(1e3 * 10 / (rounds * 14.0 + 28.0), rel=1e-6)
+    assert short.gain == pytest.approx(short.tokens_per_s / 100)
+    assert short.accept_len == long.accept_len
+    assert long.tokens_per_s == pytest.approx(1e3 * long.accept_len / 14.0, rel=1e-3)
+
+
+def test_bits_measured_at_one_context_move_with_those_measured_at_all() -> None:
+    def at(ms: float) -> Timing:
+        return Timing(ms, ms, ms, 25)
+
+    drafting = {(5, 10, 16): {100: at(1.0), 300: at(3.0)}, (5, 10, 4): {100: at(0.6)}}
+    costs = CostModel({"target": steps(FLAT)}, {"target_head": drafting})
+    coarse = TREE._replace(head_bits=4)
+    assert [costs.draft("target_head", coarse, c).ms for c in (100, 200, 300)] == pytest.approx([0.6, 1.6, 2.6])
 
 
 def test_a_coarser_draft_head_is_chosen_where_it_saves_more_than_it_loses() -> None:
@@ -223,6 +263,21 @@ growth = st.lists(st.floats(0.0, 0.8), min_size=7, max_size=7)
 
 
 @given(growth, growth, st.floats(0.05, 1.2), st.floats(0.0, 5.0), unit, unit, unit, st.floats(0.0, 0.5))
+def test_the_chance_of_the_targets_own_draft_decides_whether_it_pays() -> None:
+    """The break-even of a draft as dear as a step, and of one that is a third cheaper."""
+    steps_of = steps(FLAT)
+    for share, rate, pays in ((1.0, 0.999, False), (1 / 1.5, 0.97, True), (1 / 1.05, 0.97, False)):
+        drafting = {SELF: {(length, 1, 8): timing(10.0 * share * length) for length in (1, 6)}}
+        costs = CostModel({"target": steps_of}, drafting)
+        found = make_plan(costs, Acceptance(qspec=rates(rate)))
+        own = [p for p in found.ranking if p.candidate.pipeline == "qspec"]
+        lengths = [p.candidate.settings[0][1] for p in own]
+        assert sorted(lengths) == [1, 2, 3, 4, 5, 6]
+        assert own[0].draft_ms == pytest.approx(10.0 * share * lengths[0])
+        assert (found.winner.candidate.pipeline == "qspec") == pays
+        assert (own[0].gain > 1) == pays
+
+
 def test_the_plan_is_never_slower_than_plain_under_its_own_costs(
     target: list[float],
     tree: list[float],
@@ -240,12 +295,13 @@ def test_the_plan_is_never_slower_than_plain_under_its_own_costs(
             "target": steps(curves[0], tree=curves[1], spread=spread),
             "intermediate": steps(curves[0], tree=curves[1], one=10 * inner_share, spread=spread),
         },
-        {role: {(3, 4, 16): timing(draft_ms)} for role in ("target_head", "intermediate_head")},
+        {role: {(3, 4, 16): timing(draft_ms)} for role in ("target_head", "intermediate_head")}
+        | {SELF: {(length, 1, 8): timing(draft_ms * length) for length in (1, 6)}},
         timing(0.01),
         loop_ms=0.1,
     )
     trees = {Tree(n, 3, 4): rates(accept) for n in (8, 16, 32)}
-    acceptance = Acceptance(rates(accept), rates(lookup), share, trees, trees)
+    acceptance = Acceptance(rates(accept), rates(lookup), share, trees, trees, rates(accept))
     found = make_plan(costs, acceptance)
     assert found.winner.tokens_per_s >= found.plain.tokens_per_s
     assert [p.tokens_per_s for p in found.ranking] == sorted((p.tokens_per_s for p in found.ranking), reverse=True)
