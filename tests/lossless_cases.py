@@ -35,11 +35,11 @@ samplers = st.builds(
 kinds = st.sampled_from(["same", "close", "far"])
 
 
-def make_recipe(*, draft_length: int = 5, nodes: int = 20, depth: int = 3, top_k: int = 4) -> Recipe:
+def make_recipe(*, draft_length: int = 5, nodes: int = 20, depth: int = 3, top_k: int = 4, act_bits: int = 8) -> Recipe:
     return Recipe.model_validate(
         {
             "target": "tiny",
-            "pipeline": {"draft_length": draft_length, "min_draft": draft_length},
+            "pipeline": {"draft_length": draft_length, "min_draft": draft_length, "act_bits": act_bits},
             "drafter": {"nodes": nodes, "depth": depth, "top_k": top_k},
         }
     )
@@ -51,6 +51,7 @@ recipes = st.builds(
     nodes=st.integers(2, 64),
     depth=st.integers(1, 6),
     top_k=st.integers(1, 6),
+    act_bits=st.sampled_from([8, 4]),
 )
 
 

@@ -15,6 +15,7 @@ from specq.models.layers import DecoderLayer
 from specq.models.loader import build_model, expected_tensors
 from specq.models.rope import RopeTable
 from specq.quant.linear import DenseLinear
+from specq.quant.packed import PackedWeight, pack_nibbles
 
 VOCAB = 32
 
@@ -30,15 +31,33 @@ def confident_weights(spec: ModelSpec, *, seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def make_model(*, seed: int = 0, noise: float = 0.0, family: str = "llama", **changes: object) -> CausalLM:
-    """A tiny model; with `noise` its weights are those of the same seed, each moved by that fraction of its size."""
+class FourBitWeights(WeightsInMemory):
+    """These weights with the matrices of the layers in 4 bits, one scale a row."""
+
+    def linear(self, prefix: str) -> Tensor | PackedWeight:  # type: ignore[override]
+        weight = super().linear(prefix)
+        if "_proj" not in prefix:
+            return weight
+        scales = (weight.abs().amax(1, keepdim=True) / 7).half()
+        codes = (weight / scales).round().clamp(-8, 7) + 8
+        return PackedWeight(pack_nibbles(codes), scales, group_size=weight.shape[1])
+
+
+def make_model(
+    *, seed: int = 0, noise: float = 0.0, family: str = "llama", bits: int = 16, **changes: object
+) -> CausalLM:
+    """A tiny model; with `noise` its weights are those of the same seed, each moved by that fraction of its size.
+
+    With `bits` 4 the matrices of its layers have them.
+    """
     shape = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40}
     spec = ModelSpec.from_config(tiny_config(family, **(shape | changes)))
     tensors = confident_weights(spec, seed=seed)
     if noise:
         other = confident_weights(spec, seed=seed + 1000)
         tensors = {name: t + noise * other[name] for name, t in tensors.items()}
-    return build_model(spec, WeightsInMemory(tensors), device="cpu", dtype="float64")
+    source = FourBitWeights(tensors) if bits == 4 else WeightsInMemory(tensors)
+    return build_model(spec, source, device="cpu", dtype="float64")
 
 
 def make_head(target: CausalLM, *, eagle3: bool = False, trimmed: int | None = None, seed: int = 0) -> EagleHead:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from specq.errors import UsageError
 
-PipelineName = Literal["auto", "plain", "lookup", "sequence", "eagle2", "hierarchical"]
+PipelineName = Literal["auto", "plain", "lookup", "sequence", "eagle2", "hierarchical", "qspec"]
 """What `pipeline` may be; `auto` chooses among the others."""
 
 DEMO_NAME = "specq:demo"
@@ -30,6 +30,9 @@ HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 DEFAULT_RECIPE = "demo"
 """The recipe that runs when no model is named."""
+
+SELF_DRAFT = 3
+"""Tokens that qspec drafts where `draft_length` is not set: its drafts cost nearly what they save."""
 
 MAX_DRAFT = 56
 """Longest draft of a sequence: with the longest trunk of pending tokens it still fits one verification."""
@@ -77,13 +80,22 @@ class DrafterSection(_Section):
 
 
 class PipelineSection(_Section):
-    """Which pipeline runs, and the length of what it drafts."""
+    """Which pipeline runs, and the length of what it drafts.
+
+    `draft_length` is 3 for qspec unless set; `act_bits` are those of the activations that qspec drafts with.
+    """
 
     name: PipelineName = "auto"
     draft_length: int = Field(default=5, ge=1, le=MAX_DRAFT)
     min_draft: int = Field(default=6, ge=1, le=MAX_DRAFT)
     max_ngram: int = Field(default=3, ge=1, le=16)
     min_ngram: int = Field(default=2, ge=1, le=16)
+    act_bits: Literal[8, 4] = 8
+
+    @property
+    def self_draft_length(self) -> int:
+        """Tokens that qspec drafts."""
+        return self.draft_length if "draft_length" in self.model_fields_set else SELF_DRAFT
 
 
 def _as_pipeline(value: Any) -> Any:

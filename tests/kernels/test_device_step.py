@@ -28,7 +28,7 @@ from specq.models import causal_lm
 from specq.models.device_step import BUCKETS, padded_count
 from specq.models.loader import build_model
 from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
-from specq.quant.linear import DenseLinear
+from specq.quant.linear import DenseLinear, DequantizedLinear
 from specq.spec.tree import DraftTree, chain
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond x in group sums hold nothing
@@ -75,7 +75,7 @@ def test_every_4_bit_form_equals_the_plain_forward(form: str) -> None:
     fast = fast_model(config, source, dtype="float16")
     layer = fast.layers[0]
     kinds = {type(module) for module in (layer.qkv, layer.o, layer.gate_up, layer.down)}
-    assert kinds == ({KernelLinear, KernelGateUp} if FORMS[form].group_size != 16 else {DenseLinear})
+    assert kinds == ({KernelLinear, KernelGateUp} if FORMS[form].group_size != 16 else {DequantizedLinear})
     steps = [(random_chain(66, seed=1), range(66)), (random_tree(4, seed=2), [0])]
     assert_equal_to_plain(fast, source, steps, max_len=90, skip=1)
 

@@ -20,10 +20,11 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def target() -> CausalLM:
-    return make_model()
+    return make_model(bits=4)
 
 
 @pytest.fixture(scope="session")
 def intermediates() -> dict[str, CausalLM]:
     """Drafters by how much they agree with the target."""
-    return {"same": make_model(), "close": make_model(noise=0.05), "far": make_model(seed=7, num_hidden_layers=1)}
+    far = make_model(seed=7, num_hidden_layers=1)
+    return {"same": make_model(bits=4), "close": make_model(noise=0.05, bits=4), "far": far}

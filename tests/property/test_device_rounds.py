@@ -57,12 +57,13 @@ def on_device(model: CausalLM) -> CausalLM:
 @pytest.fixture(scope="module")
 def static() -> CausalLM:
     """The target with rounds of static shapes; `target` is the same without."""
-    return on_device(make_model())
+    return on_device(make_model(bits=4))
 
 
 @pytest.fixture(scope="module")
 def static_intermediates() -> dict[str, CausalLM]:
-    models = {"same": make_model(), "close": make_model(noise=0.05), "far": make_model(seed=7, num_hidden_layers=1)}
+    far = make_model(seed=7, num_hidden_layers=1)
+    models = {"same": make_model(bits=4), "close": make_model(noise=0.05, bits=4), "far": far}
     return {kind: on_device(model) for kind, model in models.items()}
 
 

@@ -22,7 +22,7 @@ from specq.models.storages import storages
 from specq.recipe import Recipe, Sampling
 from specq.spec.decision import Decision, ProfileKey
 from specq.spec.load import choose_device, load_pipeline, model_refs
-from specq.spec.pipelines import PIPELINES
+from specq.spec.pipelines import PIPELINES, four_bits
 from specq.spec.session import Pipeline
 
 Say = Callable[[str], None]
@@ -52,9 +52,16 @@ class Loading:
 
 
 def plan_rows(
-    resolve: Callable[[Sequence[str]], Recipe], *, asked: Sequence[str] | None, swept: dict[str, list[str]]
+    resolve: Callable[[Sequence[str]], Recipe],
+    loading: Loading,
+    *,
+    asked: Sequence[str] | None,
+    swept: dict[str, list[str]],
+    say: Say = lambda text: None,
 ) -> Plan:
     """The rows that `--pipeline` and swept settings mean; `resolve` makes the recipe of some more overrides.
+
+    The target's config is looked at, and for that fetched, where a row may need its matrices to have 4 bits.
 
     Raises UsageError or UnsupportedError, before anything is loaded, when one of them cannot run.
     """
@@ -65,7 +72,10 @@ def plan_rows(
         recipe.pipeline.name == "hierarchical" if not names else "hierarchical" in names and "eagle2" not in names
     )
     wanted = "hierarchical" if is_inner else "plain"
-    rows = make_rows(choose_pipelines(asked, model_refs(recipe, wanted)), swept)
+    parts = {*model_refs(recipe, wanted)}
+    if not names or any(PIPELINES[name].needs_four_bits for name in names if name in PIPELINES):
+        parts |= four_bits(model_spec(target_path(recipe, loading, say=say)))
+    rows = make_rows(choose_pipelines(asked, parts), swept)
     return Plan(recipe, rows, [resolve(row.overrides) for row in rows], wanted)
 
 
@@ -159,9 +169,10 @@ def _needs(pipelines: Iterable[str]) -> set[str]:
     return {role for name in pipelines if name in PIPELINES for role in PIPELINES[name].needs}
 
 
-def target_path(recipe: Recipe, loading: Loading) -> Path:
+def target_path(recipe: Recipe, loading: Loading, *, say: Say = lambda text: None) -> Path:
     """Where the target's files lie."""
-    return resolve_model(recipe.target.model, revision=recipe.target.revision, offline=loading.offline).path
+    target = recipe.target
+    return resolve_model(target.model, revision=target.revision, offline=loading.offline, progress=say).path
 
 
 def transformers_contestants(

@@ -18,6 +18,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "sequence": ("pipeline.draft_length",),
     "eagle2": TREE,
     "hierarchical": ("pipeline.min_draft", *TREE),
+    "qspec": ("pipeline.draft_length", "pipeline.act_bits"),
 }
 """The keys of a recipe that change what a pipeline drafts, with the same models in memory; a profile sets auto's."""
 
@@ -85,13 +86,13 @@ def make_rows(pipelines: Iterable[str], swept: dict[str, list[str]]) -> list[Row
 def choose_pipelines(asked: Sequence[str] | None, parts: Iterable[str]) -> list[str]:
     """The names in `--pipeline` (several options, or one with commas), without any all that these parts allow.
 
-    `parts` are the models at hand, by the names pipelines need them under. Raises UsageError for a name that is none,
-    UnsupportedError with the reason for one that lacks a part.
+    `parts` are the models at hand, by the names pipelines need them under, as `PipelineKind.missing` takes them.
+    Raises UsageError for a name that is none, UnsupportedError with the reason for one that lacks a part.
     """
     have = set(parts)
     names = split_names(asked)
     if not names:
-        return [name for name, kind in PIPELINES.items() if set(kind.needs) <= have]
+        return [name for name, kind in PIPELINES.items() if kind.missing(have) is None]
     for name in names:
         if name != "auto" and (reason := PIPELINES[name].missing(have)):
             raise UnsupportedError(f"pipeline `{name}` cannot run: it {reason}")

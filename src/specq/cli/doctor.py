@@ -193,13 +193,15 @@ def _needs(refs: Mapping[str, ModelRef], models: Models, context: int, *, device
 
 def _pipelines(recipe: Recipe, models: Models) -> dict[str, str | None]:
     """Every pipeline; None, or what it needs and the recipe does not name, or why what that names does not fit."""
+    from specq.models.loader import model_spec
     from specq.spec.load import model_refs
-    from specq.spec.pipelines import PIPELINES
+    from specq.spec.pipelines import PIPELINES, four_bits
 
     reasons = {}
+    matrices = four_bits(model_spec(models.snapshot(recipe.target).path))
     for name, kind in PIPELINES.items():
         refs = model_refs(recipe, name)
-        reasons[name] = kind.missing(refs) or _misfit(refs, kind.needs, models)
+        reasons[name] = kind.missing(refs.keys() | matrices) or _misfit(refs, kind.needs, models)
     return reasons
 
 

@@ -89,7 +89,8 @@ class Job:
         self.loading: Loading = Loading(
             pipeline.device, dtype, pipeline.threads, pipeline.offline or None, not pipeline.no_graphs
         )
-        self.plan: Plan = plan_rows(with_more, asked=pipeline.pipeline, swept=swept)
+        with working(console) as say:
+            self.plan: Plan = plan_rows(with_more, self.loading, asked=pipeline.pipeline, swept=swept, say=say)
         if is_profiled:
             if swept:
                 raise UsageError(f"`--profiled` sets `{next(iter(swept))}` itself", hint="leave one of them out")

@@ -70,7 +70,8 @@ class PlanOptions:
     """What would run, and where."""
 
     pipeline: Annotated[
-        str | None, flag("--pipeline", metavar="NAME", help="auto, plain, lookup, sequence, eagle2 or hierarchical.")
+        str | None,
+        flag("--pipeline", metavar="NAME", help="auto, plain, lookup, sequence, eagle2, hierarchical or qspec."),
     ] = None
     intermediate: Annotated[
         str | None,
@@ -128,7 +129,7 @@ class SeveralPipelines(PipelineOptions):
         flag(
             "--pipeline",
             metavar="NAMES",
-            help="plain, lookup, sequence, eagle2, hierarchical; again or with commas; default all that can run.",
+            help="plain, lookup, sequence, eagle2, hierarchical, qspec; again or with commas; default: all that can.",
         ),
     ] = None  # type: ignore[assignment]
 

@@ -78,6 +78,11 @@ class CausalLM(nn.Module):
         self._rope = RopeTable(spec.rope, spec.head_dim, dtype=self.dtype, device=self.device)
         self.device_step: Callable[[Nodes, KVCache, slice | None], Output] | None = None  # see device_step.py
 
+    @property
+    def has_four_bit_products(self) -> bool:
+        """Whether `act` changes anything: some matrix has 4 bits."""
+        return any(getattr(module, "is_four_bit", False) for module in self.modules())
+
     def new_cache(self, max_len: int, *, features: FeatureKind = None) -> KVCache:
         """An empty cache of `max_len` slots.
 

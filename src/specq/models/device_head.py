@@ -15,7 +15,7 @@ from specq.models.device_step import why_no_attention
 from specq.models.eagle import EagleHead
 from specq.quant.kernel_choice import why_no_kernels
 from specq.quant.kernel_linear import DenseKernelLinear
-from specq.quant.linear import DenseLinear
+from specq.quant.linear import DenseLinear, DequantizedLinear
 from specq_kernels.kv_cache import append_rotary
 from specq_kernels.norm_rope import rms_norm
 from specq_kernels.pair_rows import pair_rows
@@ -94,7 +94,7 @@ def put_on_kernels(head: EagleHead) -> None:
     """Make the head's dense products run on kernels; its weights are shared, not copied."""
     for owner in (head, head.layer):
         for name, module in owner.named_children():
-            if type(module) is DenseLinear:
+            if type(module) in (DenseLinear, DequantizedLinear):
                 out = torch.float32 if name == "output" else None
                 bias = None if module.bias is None else module.bias.data
                 setattr(owner, name, DenseKernelLinear(module.weight.data.contiguous(), bias, out_dtype=out))

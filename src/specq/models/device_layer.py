@@ -8,43 +8,47 @@ from torch import Tensor, nn
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
+from specq.quant.rounding import FULL
 from specq_kernels.launch import row_bucket
 from specq_kernels.norm_rope import rms_norm, silu_mul
 
 SUMMED_HEAD_DIMS = (32, 64, 128)  # attention can emit group sums of whole heads of these
 
 
-def finish_layer(layer: DecoderLayer, x: Tensor, attended: Tensor, *, sums: Tensor | None) -> Tensor:
+def finish_layer(layer: DecoderLayer, x: Tensor, attended: Tensor, *, sums: Tensor | None, act: str = FULL) -> Tensor:
     """The residual stream [rows, hidden] after attention's output [rows, heads * head_dim] and the MLP.
 
     `sums` are those of `attended` that `attention_sums` made room for.
     """
-    x = multiply(layer.o, attended, residual=x, sums=sums)
-    h, _, sums = rms_norm(x, layer.mlp_norm, eps=layer.eps, group=sums_group(layer.gate_up))
+    x = multiply(layer.o, attended, residual=x, sums=sums, act=act)
+    h, _, sums = rms_norm(x, layer.mlp_norm, eps=layer.eps, group=sums_group(layer.gate_up, act))
     if isinstance(layer.gate_up, KernelGateUp):
-        return multiply(layer.down, layer.gate_up.product(h, sums=sums), residual=x)
-    h, sums = silu_mul(multiply(layer.gate_up, h, sums=sums), group=sums_group(layer.down))
-    return multiply(layer.down, h, residual=x, sums=sums)
+        return multiply(layer.down, layer.gate_up.product(h, sums=sums, act=act), residual=x, act=act)
+    h, sums = silu_mul(multiply(layer.gate_up, h, sums=sums, act=act), group=sums_group(layer.down, act))
+    return multiply(layer.down, h, residual=x, sums=sums, act=act)
 
 
-def multiply(module: nn.Module, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
-    """[nodes, N]: the module's product plus `residual`; `sums` are those `sums_group(module)` asks for."""
+def multiply(
+    module: nn.Module, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None, act: str = FULL
+) -> Tensor:
+    """[nodes, N]: the module's product plus `residual`; `sums` are those `sums_group(module, act)` asks for."""
     if isinstance(module, KernelLinear):
-        return module.product(x, residual=residual, sums=sums)
+        return module.product(x, residual=residual, sums=sums, act=act)
     if isinstance(module, DenseKernelLinear):
         return module.product(x, residual=residual)
-    y: Tensor = module(x)
+    y: Tensor = module(x, act)
     return y if residual is None else y + residual
 
 
-def sums_group(module: nn.Module) -> int | None:
-    """The group over which the module wants sums of its x from whoever makes x, or None."""
-    return module.sums_group if isinstance(module, KernelLinear | KernelGateUp) else None
+def sums_group(module: nn.Module, act: str = FULL) -> int | None:
+    """The group over which the module wants sums of its x from whoever makes x, or None: of x that is rounded first
+    nobody but the module has them."""
+    return module.sums_group if act == FULL and isinstance(module, KernelLinear | KernelGateUp) else None
 
 
-def attention_sums(layer: DecoderLayer, count: int, *, device: torch.device) -> Tensor | None:
+def attention_sums(layer: DecoderLayer, count: int, *, device: torch.device, act: str = FULL) -> Tensor | None:
     """Where attention writes group sums for the o product, None where it cannot or none are wanted."""
-    group, columns = sums_group(layer.o), layer.heads * layer.head_dim
+    group, columns = sums_group(layer.o, act), layer.heads * layer.head_dim
     if group is None or columns % 256 or layer.head_dim not in SUMMED_HEAD_DIMS:
         return None
     return torch.empty(columns // group, row_bucket(count), dtype=torch.float32, device=device)

@@ -23,6 +23,7 @@ from specq.models.graphs import GraphPool, Graphs
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 from specq.quant.kernel_choice import why_no_kernels
+from specq.quant.rounding import FULL
 from specq_kernels.kv_cache import append_rotary
 from specq_kernels.launch import MAX_ROWS
 from specq_kernels.norm_rope import rms_norm
@@ -183,8 +184,11 @@ class BoundStep:
         """The node counts that have a graph, ascending."""
         return tuple(sorted(cast(tuple[int, ...], self._graphs.keys)))
 
-    def forward(self, count: int) -> None:
-        """Fills `final`, `features` and the cache's slots behind `length` for the first `count` nodes."""
+    def forward(self, count: int, act: str = FULL) -> None:
+        """Fills `final`, `features` and the cache's slots behind `length` for the first `count` nodes.
+
+        `act` is the precision of activations inside 4-bit products.
+        """
         model = self._model
         positions = self.depths[:count] + self.length
         entering: dict[int, Tensor] = {}
@@ -193,7 +197,7 @@ class BoundStep:
             if i in self._wanted:
                 entering[i] = x
             assert isinstance(layer, DecoderLayer)
-            x = self._layer(layer, i, x, positions)
+            x = self._layer(layer, i, x, positions, act)
         entering[model.spec.layers] = x
         final, _, _ = rms_norm(x, model.norm, eps=model.spec.norm_eps)
         self.final[:count].copy_(final)
@@ -202,13 +206,13 @@ class BoundStep:
         if self._cache_features is not None:
             self._cache_features.index_copy_(0, self._slots[:count] + self.length, self.features[:count])
 
-    def _layer(self, layer: DecoderLayer, index: int, x: Tensor, positions: Tensor) -> Tensor:
+    def _layer(self, layer: DecoderLayer, index: int, x: Tensor, positions: Tensor, act: str) -> Tensor:
         """The residual stream [nodes, hidden] after a layer; appends its K and V."""
         count = x.shape[0]
         assert layer.attention_norm is not None
-        h, _, sums = rms_norm(x, layer.attention_norm, eps=layer.eps, group=sums_group(layer.qkv))
+        h, _, sums = rms_norm(x, layer.attention_norm, eps=layer.eps, group=sums_group(layer.qkv, act))
         q = append_rotary(
-            multiply(layer.qkv, h, sums=sums),
+            multiply(layer.qkv, h, sums=sums, act=act),
             self._k[index],
             self._v[index],
             self._cos,
@@ -219,7 +223,7 @@ class BoundStep:
             k_norm=layer.k_norm if layer.has_head_norms else None,
             eps=layer.eps,
         )  # [nodes, heads, head_dim]
-        sums = attention_sums(layer, count, device=x.device)
+        sums = attention_sums(layer, count, device=x.device, act=act)
         attended = tree_attention(
             q,
             self._k[index],
@@ -230,4 +234,4 @@ class BoundStep:
             window=self._model.spec.sliding_windows[index],
             sums=sums,
         )
-        return finish_layer(layer, x, attended, sums=sums)
+        return finish_layer(layer, x, attended, sums=sums, act=act)

@@ -54,7 +54,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What was accepted, by drafter: the intermediate's sequence, prompt lookup, and both heads' trees.
+    """What was accepted, by drafter: the intermediate's sequence, prompt lookup, both heads' trees, the target's own.
 
     `lookup_share` is the share of rounds in which lookup found something to draft. `inner` is the intermediate's
     acceptance of its own head's trees; what the target accepts of the outcome is `sequence`.
@@ -65,6 +65,7 @@ class Acceptance:
     lookup_share: float = 0.0
     eagle2: Mapping[Tree, Rates] = field(default_factory=dict)
     inner: Mapping[Tree, Rates] = field(default_factory=dict)
+    qspec: Rates | None = None
 
     def record(self) -> dict[str, Any]:
         def trees(rates: Mapping[Tree, Rates]) -> list[dict[str, Any]]:
@@ -75,6 +76,7 @@ class Acceptance:
             "lookup": self.lookup.record() | {"share": self.lookup_share} if self.lookup else None,
             "eagle2": trees(self.eagle2),
             "hierarchical_inner": trees(self.inner),
+            "qspec": self.qspec.record() if self.qspec else None,
         }
 
 

@@ -17,10 +17,11 @@ MODELS_OF = {
     "sequence": ("target", "intermediate"),
     "eagle2": ("target", "target_head"),
     "hierarchical": ("target", "intermediate", "intermediate_head"),
+    "qspec": ("target",),
 }
 """The models in memory while a pipeline runs."""
 
-CHAINS = ("lookup", "sequence")
+CHAINS = ("lookup", "sequence", "qspec")
 """Pipelines whose draft can be cut short on the fly at a cost that was measured."""
 
 

@@ -12,6 +12,9 @@ from specq.profile.acceptance import Acceptance, Rates
 from specq.profile.cost import SEQUENCE, TREE, Cost, CostModel, StepCurve, Tree
 from specq.spec.decision import answer_tps
 
+SELF = "target_low"
+"""The role under which the target's own drafting in low precision is timed."""
+
 LONGEST_SEQUENCE = 16
 LOOKUP_LENGTHS = (2, 3, 4, 5, 7, 9, 12, 15)
 MIN_DRAFTS = (2, 3, 4, 5, 6, 8, 10, 12)
@@ -234,12 +237,30 @@ def hierarchical_rounds(costs: CostModel, acceptance: Acceptance, context: float
             yield Candidate("hierarchical", settings), _round(costs, "hierarchical", tokens, error, draft, verify)
 
 
+def qspec_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
+    """The target drafts for itself in low precision; two lengths of its chain were timed, the others lie on a line."""
+    rates, timed = acceptance.qspec, costs.drafting.get(SELF, {})
+    if rates is None or len(timed) < 2:
+        return
+    (short, *shape), (long, *_) = min(timed), max(timed)
+    near, far = (costs.draft(SELF, Tree(0, length, *shape), context) for length in (short, long))
+    for length in range(short, min(long, len(rates.rates), costs.steps["target"].most(SEQUENCE) - 1) + 1):
+        share = (length - short) / (long - short)
+        draft = near.times(1 - share) + far.times(share)
+        verify = costs.steps["target"].step(length + 1, context)
+        yield (
+            Candidate("qspec", (("pipeline.draft_length", length),)),
+            _round(costs, "qspec", 1 + rates.accepted(length), rates.error(length), draft, verify),
+        )
+
+
 PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
     "plain": plain_rounds,
     "lookup": lookup_rounds,
     "sequence": sequence_rounds,
     "eagle2": eagle2_rounds,
     "hierarchical": hierarchical_rounds,
+    "qspec": qspec_rounds,
 }
 
 

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from specq.quant.linear import DenseLinear, make_linear
 from specq.quant.packed import PackedWeight, pack_nibbles
+from specq.quant.rounding import FULL
+from specq.quant.rounding import round_rows as round_prompt
 from specq_kernels.launch import MAX_ROWS
+from specq_kernels.round_rows import round_rows
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
 from specq_kernels.w4a16 import w4a16, w4a16_silu
@@ -25,6 +28,8 @@ W4_DTYPES = (torch.float16, torch.bfloat16)
 
 class KernelLinear(nn.Module):
     """x @ weight.T + bias of a 4-bit matrix `has_kernel` takes, in `out_dtype` (x's when None)."""
+
+    is_four_bit = True
 
     def __init__(
         self, weight: PackedWeight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
@@ -42,10 +47,14 @@ class KernelLinear(nn.Module):
 
     def forward(self, x: Tensor, act: str = "a16") -> Tensor:
         """[rows, N], for x [rows, K] in fp16 or bf16."""
-        return self.product(x)
+        return self.product(x, act=act)
 
-    def product(self, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+    def product(
+        self, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None, act: str = FULL
+    ) -> Tensor:
         """The same plus `residual` [rows, N], rounded once up to 64 rows; `sums` are x's over `sums_group`."""
+        if act != FULL:
+            x, sums = rounded(x, act, group=self.sums_group)
         if self.order is not None:
             x = x[:, self.order]
         if is_decoding(x):
@@ -73,6 +82,7 @@ class KernelByteLinear(nn.Module):
 class KernelGateUp(nn.Module):
     """silu(x @ gate.T) * (x @ up.T) of one 4-bit matrix, gate's rows first. Raises ValueError as KernelLinear."""
 
+    is_four_bit = True
     has_fused_silu = True
 
     def __init__(self, weight: PackedWeight) -> None:
@@ -87,10 +97,12 @@ class KernelGateUp(nn.Module):
 
     def forward(self, x: Tensor, act: str = "a16") -> Tensor:
         """[rows, N / 2] in x's dtype, for x [rows, K] in fp16 or bf16."""
-        return self.product(x)
+        return self.product(x, act=act)
 
-    def product(self, x: Tensor, *, sums: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, *, sums: Tensor | None = None, act: str = FULL) -> Tensor:
         """The same; `sums` are x's over `sums_group`."""
+        if act != FULL:
+            x, sums = rounded(x, act, group=self.sums_group)
         if self.order is not None:
             x = x[:, self.order]
         return w4a16_silu(x, self.weight, sums=sums) if is_decoding(x) else w4_prefill(x, self.weight)
@@ -146,6 +158,13 @@ def make_kernel_linear(
 def is_decoding(x: Tensor) -> bool:
     """Whether the kernels for few rows take x; they have no gradient."""
     return x.ndim == 2 and x.shape[0] <= MAX_ROWS and not x.requires_grad
+
+
+def rounded(x: Tensor, act: str, *, group: int | None) -> tuple[Tensor, Tensor | None]:
+    """(x as a product of precision `act` reads it, its sums over `group` where a kernel made them)."""
+    if not is_decoding(x):
+        return round_prompt(x, act), None
+    return round_rows(x, bits=int(act[1:]), group=group)
 
 
 def has_kernel(weight: PackedWeight) -> bool:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specq.quant.packed import SYMMETRIC_ZERO, PackedWeight
+from specq.quant.rounding import round_rows
 
 PRODUCTS = ("dense", "int4", "reference")
 INT4_GROUPS = (256, 128, 64, 32)
@@ -44,6 +45,16 @@ class DenseLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class DequantizedLinear(DenseLinear):
+    """A 4-bit matrix dequantised at load; like every 4-bit product it rounds x to `act` first."""
+
+    is_four_bit = True
+
+    def forward(self, x: Tensor, act: str = "a16") -> Tensor:
+        """[..., N] in x's dtype."""
+        return super().forward(round_rows(x, act))
+
+
 class RescoredLinear(DenseLinear):
     """An output head in bf16 whose best logits of every row are worked out again in fp32.
 
@@ -67,9 +78,11 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.packed = weight
         self.bias = bias
+        self.is_four_bit = weight.bits == 4
 
     def forward(self, x: Tensor, act: str = "a16") -> Tensor:
         """[..., N] in x's dtype."""
+        x = round_rows(x, act) if self.is_four_bit else x
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         bias = None if self.bias is None else self.bias.to(wide)
         return F.linear(x.to(wide), self.packed.dequantize(wide), bias).to(x.dtype)
@@ -83,6 +96,8 @@ class Int4Linear(nn.Module):
     The parts are plain attributes: the layout belongs to this processor, so `.to` must not move them.
     Raises ValueError when `int4_group` finds no group size for the matrix.
     """
+
+    is_four_bit = True
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -120,6 +135,7 @@ class Int4Linear(nn.Module):
         rows = x if x.ndim == 2 else x.reshape(-1, self.in_features)
         if rows.dtype != torch.bfloat16:
             rows = rows.to(torch.bfloat16)
+        rows = round_rows(rows, act)
         y = self._few(rows) if rows.shape[0] <= MAX_DECODE_ROWS else self._many(rows)
         if self.bias is not None:
             y = y + self.bias
@@ -174,7 +190,8 @@ def make_linear(
         return DenseLinear(weight.to(device, dtype), bias)
     chosen = product or choose_product(weight, device=device, dtype=dtype)
     if chosen == "dense":
-        return DenseLinear(weight.to(device).dequantize(dtype), bias)
+        kind = DequantizedLinear if weight.bits == 4 else DenseLinear
+        return kind(weight.to(device).dequantize(dtype), bias)
     if chosen == "int4":
         return Int4Linear(weight.to(device), bias)
     if chosen == "reference":

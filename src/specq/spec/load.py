@@ -22,7 +22,7 @@ from specq.recipe import ModelRef, Recipe, Sampling, resolve
 from specq.spec.check_head import is_head
 from specq.spec.decision import ProfileKey
 from specq.spec.parts import PartLoader, Space
-from specq.spec.pipelines import require_pipeline, tree_shape
+from specq.spec.pipelines import four_bits, require_pipeline, tree_shape
 from specq.spec.session import Generation, Pipeline
 from specq.spec.tree import chain
 from specq.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def load_pipeline(
     scratch = max(tree_shape(each).scratch_rows for each in (recipe, decision.apply(recipe) if decision else recipe))
     is_auto = wanted == "auto" and decision is not None
     first = decision.pipeline if decision and is_auto else "plain" if wanted in ("auto", "off") else wanted
-    needs = require_pipeline(first, snapshots).needs
+    needs = require_pipeline(first, snapshots.keys() | four_bits(spec)).needs
     space = Space(device, dtype, limit, scratch, Engine(use_graphs=use_graphs))
     loader = PartLoader(snapshots, tokenizer, space, head_bits=recipe.drafter.head_bits, say=say)
     parts = loader.load(None, [*needs, *also])

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from specq.checkpoint import ModelSpec
 from specq.errors import UnsupportedError, UsageError
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
 from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import redraft
+from specq.quant.rounding import low_act
 from specq.recipe import Recipe
 from specq.spec.drafters import NoDrafter, PromptLookup, SequenceDrafter
 from specq.spec.eagle_tree import EagleTree, TreeShape
 from specq.spec.sampling import Sampler
+from specq.spec.self_chain import SelfChain
 from specq.spec.speculator import Speculator
 from specq.spec.verifier import Verifier
 
@@ -122,8 +125,9 @@ class Parts:
 
     @property
     def roles(self) -> frozenset[str]:
-        """The roles of what is at hand."""
-        return frozenset(role for role, _ in self.items())
+        """The roles of what is at hand; FOUR_BITS among them where the target has some."""
+        found = frozenset(role for role, _ in self.items())
+        return found | {FOUR_BITS} if self.target.model.has_four_bit_products else found
 
     def rollback(self, n: int) -> None:
         """Truncate every cache to the first `n` tokens; a head's rows are one fewer."""
@@ -144,18 +148,30 @@ class PipelineKind:
     build: Callable[[Parts, Sampler, Recipe], Speculator]
     needs: tuple[str, ...]
     summary: str
+    needs_four_bits: bool = False
 
     def missing(self, roles: Container[str]) -> str | None:
-        """The reason why it cannot be built from parts of these roles, or None."""
-        lacking = [name for name in self.needs if name not in roles]
+        """The reason why it cannot be built from parts of these roles (FOUR_BITS may be among them), or None."""
+        needs = (*self.needs, FOUR_BITS) if self.needs_four_bits else self.needs
+        lacking = [name for name in needs if name not in roles]
         return f"needs {' and '.join(_PART_NAMES[name] for name in lacking)}" if lacking else None
 
 
+FOUR_BITS = "four_bits"
+"""Stands among roles for 4-bit matrices of the target."""
+
 _PART_NAMES = {
+    FOUR_BITS: "a target with 4-bit matrices, whose activations it can round (specq quantize MODEL -o DIR makes one)",
     "intermediate": "an intermediate model with the target's tokenizer (--intermediate MODEL)",
     "target_head": "an EAGLE head of the target (--drafter HEAD)",
     "intermediate_head": "an EAGLE head of the intermediate model (--set intermediate.drafter=HEAD)",
 }
+
+
+def four_bits(spec: ModelSpec) -> frozenset[str]:
+    """FOUR_BITS where the config of a target promises 4-bit matrices: what `Parts.roles` says before it is loaded."""
+    stored = spec.quantization
+    return frozenset({FOUR_BITS} if stored is not None and stored.bits == 4 else ())
 
 
 def tree_shape(recipe: Recipe) -> TreeShape:
@@ -190,6 +206,12 @@ def _hierarchical(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
     return Speculator(SequenceDrafter(inner, at_least=recipe.pipeline.min_draft), parts.target.verifier(sampler))
 
 
+def _qspec(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
+    verifier, section = parts.target.verifier(sampler), recipe.pipeline
+    drafter = SelfChain(verifier, act=low_act(section.act_bits), draft_length=section.self_draft_length)
+    return Speculator(drafter, verifier)
+
+
 def _tree_speculator(head: HeadSeat, seat: Seat, sampler: Sampler, recipe: Recipe) -> Speculator:
     verifier = seat.verifier(sampler)
     return Speculator(head.drafter(verifier, tree_shape(recipe), bits=recipe.drafter.head_bits), verifier)
@@ -211,6 +233,9 @@ PIPELINES: dict[str, PipelineKind] = {
     "eagle2": PipelineKind(_eagle2, ("target_head",), "an EAGLE head drafts a tree"),
     "hierarchical": PipelineKind(
         _hierarchical, ("intermediate", "intermediate_head"), "a small model turns an EAGLE tree into a sequence"
+    ),
+    "qspec": PipelineKind(
+        _qspec, (), "the 4-bit target drafts for itself, its activations in 8 or 4 bits", needs_four_bits=True
     ),
 }
 

@@ -7,7 +7,7 @@ import pytest
 from specq.bench.sweep import SETTINGS, Row, choose_pipelines, make_rows, split_names, split_sweeps
 from specq.errors import UnsupportedError, UsageError
 from specq.recipe import build_recipe
-from specq.spec.pipelines import PIPELINES
+from specq.spec.pipelines import FOUR_BITS, PIPELINES
 
 
 def test_every_pipeline_says_what_can_be_swept_and_the_recipe_has_it() -> None:
@@ -64,7 +64,7 @@ def test_a_sweep_that_changes_nothing_is_refused() -> None:
 def test_without_names_all_run_whose_models_are_there() -> None:
     assert choose_pipelines(None, ["target"]) == ["plain", "lookup"]
     assert choose_pipelines([], ["target", "intermediate"]) == ["plain", "lookup", "sequence"]
-    everything = ["target", "intermediate", "target_head", "intermediate_head"]
+    everything = ["target", "intermediate", "target_head", "intermediate_head", FOUR_BITS]
     assert choose_pipelines(None, everything) == list(PIPELINES)
 
 

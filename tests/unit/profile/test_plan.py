@@ -262,11 +262,10 @@ unit = st.floats(0.0, 1.0)
 growth = st.lists(st.floats(0.0, 0.8), min_size=7, max_size=7)
 
 
-@given(growth, growth, st.floats(0.05, 1.2), st.floats(0.0, 5.0), unit, unit, unit, st.floats(0.0, 0.5))
 def test_the_chance_of_the_targets_own_draft_decides_whether_it_pays() -> None:
-    """The break-even of a draft as dear as a step, and of one that is a third cheaper."""
+    """With one token drafted it pays where a step takes more than 1 / chance of a low-precision one."""
     steps_of = steps(FLAT)
-    for share, rate, pays in ((1.0, 0.999, False), (1 / 1.5, 0.97, True), (1 / 1.05, 0.97, False)):
+    for share, rate, pays in ((1.0, 0.999, False), (1 / 1.5, 0.97, True), (1 / 1.02, 0.97, False)):
         drafting = {SELF: {(length, 1, 8): timing(10.0 * share * length) for length in (1, 6)}}
         costs = CostModel({"target": steps_of}, drafting)
         found = make_plan(costs, Acceptance(qspec=rates(rate)))
@@ -278,6 +277,7 @@ def test_the_chance_of_the_targets_own_draft_decides_whether_it_pays() -> None:
         assert (own[0].gain > 1) == pays
 
 
+@given(growth, growth, st.floats(0.05, 1.2), st.floats(0.0, 5.0), unit, unit, unit, st.floats(0.0, 0.5))
 def test_the_plan_is_never_slower_than_plain_under_its_own_costs(
     target: list[float],
     tree: list[float],
