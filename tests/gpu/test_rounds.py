@@ -11,12 +11,16 @@ import torch
 from round_cases import LIMIT, SAMPLERS, decode, make_parts, make_recipe, reference
 from step_cases import FORMS, PackedInMemory, packed_config, random_chain
 
+from specq.quant.rounding import Act
+from specq.spec.decision import with_settings
 from specq.spec.device_draft import DeviceEagleTree
 from specq.spec.device_round import DeviceVerifier
+from specq.spec.device_self import DeviceSelfChain
 from specq.spec.drafters import NoDrafter
 from specq.spec.host import Download
 from specq.spec.pipelines import PIPELINES, Parts, Seat
 from specq.spec.sampling import Sampler
+from specq.spec.self_chain import SelfChain
 from specq.spec.speculator import Speculator, StopRule, generate
 from specq.spec.tree import DraftTree
 from specq.spec.verifier import Verifier
@@ -134,6 +138,36 @@ def test_trees_are_those_of_the_definition_up_to_near_ties(parts: Parts, name: s
         total += max(map(len, trees))
     assert total >= 8
     assert shared > least * total
+
+
+@pytest.mark.parametrize("act", ["a8", "a4"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_own_drafts_are_those_of_the_definition_up_to_near_ties(parts: Parts, name: str, act: Act) -> None:
+    """A step of the definition attends in torch, so that a flat model's choice may move, and with it what follows."""
+    seat, sampler, found = parts.target, SAMPLERS[name], [0, 0]
+    verifier = seat.verifier(sampler)
+    own = seat.self_drafter(verifier, act=act, draft_length=4)
+    assert isinstance(own, DeviceSelfChain)
+    definition = SelfChain(Verifier(seat.model, seat.cache, sampler), act=act, draft_length=4)
+    for seed in range(12):
+        prompt = random_chain(20 + 9 * seed, seed=seed).tokens.tolist()
+        parts.rollback(0)
+        context = [*prompt, *verifier.prefill(prompt)]
+        drafts = [each.propose(context, max_nodes=60, max_depth=9).tokens.tolist() for each in (own, definition)]
+        equal = [ours == theirs for ours, theirs in zip(*drafts, strict=True)]
+        found[0] += sum(equal[: (*equal, False).index(False)])
+        found[1] += min(len(equal), (*equal, False).index(False) + 1)
+    assert found[1] > 12
+    assert found[0] > 0.8 * found[1]
+
+
+def test_own_drafts_are_mostly_accepted_and_never_change_the_text(parts: Parts) -> None:
+    for act_bits, least in ((8, 0.7), (4, 0.3)):
+        recipe = with_settings(RECIPE, (("pipeline.act_bits", act_bits),))
+        found = decode(parts, "qspec", SAMPLERS["greedy"], recipe, PROMPT, 100)
+        assert found.tokens == decode(parts, "plain", SAMPLERS["greedy"], recipe, PROMPT, 100).tokens
+        drafted = sum(len(tokens) for tokens, _, _ in found.rounds)
+        assert sum(len(decided) - 1 for _, _, decided in found.rounds) > least * drafted
 
 
 def branches(tree: DraftTree) -> set[tuple[int, ...]]:

@@ -9,14 +9,16 @@ import pytest
 import torch
 from factories import tiny_config
 from round_cases import SAMPLERS, decode, make_parts, make_recipe, reference, seat
-from step_cases import random_chain
+from step_cases import FORMS, PackedInMemory, fast_model, packed_config, random_chain
 
 from specq.models.device_step import BUCKETS
 from specq.spec import device_draft, sampling, warm_up
 from specq.spec.device_draft import DeviceEagleTree
 from specq.spec.device_round import DeviceVerifier
+from specq.spec.device_self import DeviceSelfChain
 from specq.spec.pipelines import PIPELINES, Parts
 from specq.spec.sampling import Sampler, Seen, penalize
+from specq.spec.self_chain import SelfChain
 from specq.spec.tree import chain
 from specq.spec.verifier import Verifier
 
@@ -62,6 +64,25 @@ def test_the_hierarchical_pipeline_runs_on_kernels_throughout(parts: Parts) -> N
     prompt = random_chain(3, seed=3).tokens.tolist()
     found = decode(parts, "hierarchical", sampler, recipe, prompt, 4)
     assert found.tokens == decode(parts, "plain", sampler, recipe, prompt, 4).tokens
+
+
+@pytest.mark.parametrize("name", ["noise", "top-k, penalty"])
+def test_the_targets_own_chain_is_that_of_its_definition(name: str) -> None:
+    form = FORMS["per channel"]
+    config = packed_config(form, num_hidden_layers=1)
+    model = fast_model(config, PackedInMemory(config, form), dtype="float16")
+    own, sampler = seat(model), SAMPLERS[name]
+    verifier = own.verifier(sampler)
+    drafter = own.self_drafter(verifier, act="a4", draft_length=3)
+    assert isinstance(drafter, DeviceSelfChain)
+    context = random_chain(4, seed=5).tokens.tolist()
+    verifier.prefill(context[:2])  # two tokens are pending: the first step runs both
+    drafts = []
+    for each in (drafter, SelfChain(Verifier(model, own.cache, sampler), act="a4", draft_length=3)):
+        drafts.append(each.propose(context, max_nodes=60, max_depth=9).tokens.tolist())
+        assert own.cache.length == 2
+    assert len(drafts[0]) == 3
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

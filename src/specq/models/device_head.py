@@ -94,7 +94,7 @@ def put_on_kernels(head: EagleHead) -> None:
     """Make the head's dense products run on kernels; its weights are shared, not copied."""
     for owner in (head, head.layer):
         for name, module in owner.named_children():
-            if type(module) in (DenseLinear, DequantizedLinear):
+            if isinstance(module, DenseLinear) and type(module) in (DenseLinear, DequantizedLinear):
                 out = torch.float32 if name == "output" else None
                 bias = None if module.bias is None else module.bias.data
                 setattr(owner, name, DenseKernelLinear(module.weight.data.contiguous(), bias, out_dtype=out))

@@ -29,7 +29,7 @@ def low_act(bits: int) -> Act:
     """The low precision of so many bits. Raises ValueError when there is none."""
     for act in get_args(Act)[1:]:
         if act == f"a{bits}":
-            return act  # type: ignore[no-any-return]
+            return act
     raise ValueError(f"bits: {bits} is not 8 or 4")
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM
-from specq.models.device_step import BUCKETS, DeviceStep, padded_count
+from specq.models.device_step import BUCKETS, BoundStep, DeviceStep, padded_count
 from specq.quant.kernel_linear import DenseKernelLinear
+from specq.quant.rounding import FULL
 from specq.spec.host import Download, Upload
 from specq.spec.sampling import Sampler, Seen
 from specq.spec.tree import MAX_NODES, DraftTree, chain
@@ -83,7 +84,8 @@ class DeviceRound:
         self._counts, self._pending = whole[:3], whole[3 : 3 + MAX_NODES]
         self._draft = whole[3 + MAX_NODES :].view(2, MAX_NODES)
         self._tokens, self._parents, self._path = torch.zeros(3, MAX_NODES, dtype=torch.int32, device=device).unbind()
-        self._positions = torch.zeros(MAX_NODES, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(MAX_NODES, dtype=torch.int64, device=device)
+        """Of the token after each node."""
         self._kept = torch.zeros(1, dtype=torch.int32, device=device)
         self._result = torch.zeros(MAX_NODES + 1, dtype=torch.int32, device=device)
         self._download = Download(self._result)
@@ -142,11 +144,11 @@ class DeviceRound:
     def last_row(self, row: int) -> tuple[Tensor, Tensor]:
         """(logits [1, vocab], position [1] of the token after it) of the trunk's end in the last round."""
         assert self._last_logits is not None  # only a filter leaves anything undecided
-        return self._last_logits, self._positions[row : row + 1]
+        return self._last_logits, self.positions[row : row + 1]
 
-    def _run(self, count: int) -> None:
-        """A round of `count` nodes, padding included."""
-        step, cache = self._step, self.cache
+    def lay_out(self) -> BoundStep:
+        """The step, set to run the nodes of what was loaded."""
+        step = self._step
         graft_nodes(
             self._counts,
             self._pending,
@@ -156,9 +158,14 @@ class DeviceRound:
             parents=self._parents,
             depths=step.depths,
             mask=step.mask,
-            positions=self._positions,
+            positions=self.positions,
             length=step.length,
         )
+        return step
+
+    def _run(self, count: int) -> None:
+        """A round of `count` nodes, padding included."""
+        step, cache = self.lay_out(), self.cache
         step.forward(count)
         sampled = self._sample(count)
         walk_nodes(
@@ -172,18 +179,27 @@ class DeviceRound:
 
     def _sample(self, count: int) -> Tensor:
         """int64 [count]: the token after each node, UNDECIDED where it cannot be said without the host."""
-        sampler, positions = self.sampler, self._positions[:count]
-        hidden, head = self._step.final[:count], self.model.head
+        seen = None
+        if self.sampler.needs_seen:
+            ancestors = unpack_mask(self._step.mask[:count], count)
+            seen = Seen(self.seen.ids, self._step.tokens[:count].long(), ancestors)
+        return self.choose(self._step.final[:count], self.positions[:count], seen, last=self._counts[1:2] - 1)
+
+    def choose(
+        self, hidden: Tensor, positions: Tensor, seen: Seen | None, *, act: str = FULL, last: Tensor | None = None
+    ) -> Tensor:
+        """int64 [rows]: what is sampled at these positions from final states [rows, hidden], UNDECIDED as in a round.
+
+        `act` is the precision of activations in an output head of 4 bits; the logits of row `last` are kept for
+        `last_row` where they may be needed.
+        """
+        sampler, head = self.sampler, self.model.head
         is_fused = sampler.temperature == 0 and not sampler.needs_seen and runs_kernel(hidden)
         if is_fused and isinstance(head, DenseKernelLinear) and head.bias is None:
             return w16a16_argmax(hidden, head.kernel_weight, vocab=sampler.vocab)
-        logits = self.model.logits(hidden)
-        if sampler.has_filter and self._last_logits is not None:
-            self._last_logits.copy_(logits.index_select(0, self._counts[1:2] - 1))
-        seen = None
-        if sampler.needs_seen:
-            ancestors = unpack_mask(self._step.mask[:count], count)
-            seen = Seen(self.seen.ids, self._step.tokens[:count].long(), ancestors)
+        logits = self.model.logits(hidden, act=act)
+        if sampler.has_filter and self._last_logits is not None and last is not None:
+            self._last_logits.copy_(logits.index_select(0, last))
         if not runs_kernel(logits) or sampler.top_k > CANDIDATES:
             return sampler.choose(logits, positions, seen, draw=self.draw)
         logits, vocab = sampler.penalized(logits, seen), sampler.vocab

@@ -15,7 +15,7 @@ from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
 from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import redraft
-from specq.quant.rounding import low_act
+from specq.quant.rounding import Act, low_act
 from specq.recipe import Recipe
 from specq.spec.drafters import NoDrafter, PromptLookup, SequenceDrafter
 from specq.spec.eagle_tree import EagleTree, TreeShape
@@ -27,6 +27,7 @@ from specq.spec.verifier import Verifier
 if TYPE_CHECKING:
     from specq.spec.device_draft import EagleDrafting
     from specq.spec.device_round import DeviceRound
+    from specq.spec.device_self import SelfDrafting
 
 log = logging.getLogger("specq")
 
@@ -48,6 +49,23 @@ class Seat:
         from specq.spec.device_round import DeviceVerifier
 
         return DeviceVerifier(self._round, sampler)
+
+    def self_drafter(self, verifier: Verifier, *, act: Act, draft_length: int) -> SelfChain:
+        """A drafter that is this model itself with activations of low precision, on the device as its verifier."""
+        if not verifier.is_on_device:
+            return SelfChain(verifier, act=act, draft_length=draft_length)
+        from specq.spec.device_round import DeviceVerifier
+        from specq.spec.device_self import DeviceSelfChain
+
+        assert isinstance(verifier, DeviceVerifier)
+        return DeviceSelfChain(self._self_drafting, verifier, act=act, draft_length=draft_length)
+
+    @cached_property
+    def _self_drafting(self) -> SelfDrafting:
+        """Outlives drafters, since what it captured does."""
+        from specq.spec.device_self import SelfDrafting
+
+        return SelfDrafting(self.model.device)
 
     @cached_property
     def _round(self) -> DeviceRound | None:
@@ -208,7 +226,8 @@ def _hierarchical(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
 
 def _qspec(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
     verifier, section = parts.target.verifier(sampler), recipe.pipeline
-    drafter = SelfChain(verifier, act=low_act(section.act_bits), draft_length=section.self_draft_length)
+    act = low_act(section.act_bits)
+    drafter = parts.target.self_drafter(verifier, act=act, draft_length=section.self_draft_length)
     return Speculator(drafter, verifier)
 
 

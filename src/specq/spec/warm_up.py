@@ -8,6 +8,7 @@ from itertools import product
 import torch
 
 from specq.spec.eagle_tree import EagleTree
+from specq.spec.self_chain import SelfChain
 from specq.spec.speculator import Speculator
 from specq.spec.tree import MAX_NODES, chain
 
@@ -34,6 +35,9 @@ def warm_up(speculator: Speculator) -> None:
             level.verifier.rollback(CONTEXT)
             if isinstance(level.drafter, EagleTree):
                 _warm_up_head(level.drafter, context)
+            elif isinstance(level.drafter, SelfChain):
+                for length in range(1, level.drafter.draft_length + 1):
+                    level.drafter.propose(context, max_nodes=MAX_NODES - 1, max_depth=length)
             level.rollback(0)
 
 

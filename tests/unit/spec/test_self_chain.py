@@ -34,9 +34,9 @@ def test_a_draft_is_the_text_of_the_low_precision_alone_and_the_cache_stays(targ
     verifier.prefill(context)
     k, v = verifier.cache.k.clone(), verifier.cache.v.clone()
     n = verifier.cache.length
-    draft = SelfChain(verifier, act="a4", draft_length=5).propose(context + [7], max_nodes=60, max_depth=60)
+    draft = SelfChain(verifier, act="a4", draft_length=5).propose([*context, 7], max_nodes=60, max_depth=60)
     low = Verifier(target, verifier.cache, Sampler(), act="a4")
-    expected = context + [7]
+    expected = [*context, 7]
     for _ in range(5):
         expected += low.verify(expected, chain([]))
     assert draft.is_chain
