@@ -110,3 +110,12 @@ def unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
     part = unit // across
     steps = padded_k // 256
     return tl.where(is_tail, tiles, 0) + unit % across, part, parts, part * steps // parts, (part + 1) * steps // parts
+
+
+@triton.jit
+def sum_parts(parts_ptr, at, mask, stride, PARTS: tl.constexpr):
+    """The entries `at` of a product left in parts of `stride` entries each, added in order as `w4a16` adds them."""
+    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts_ptr + part * stride + at, mask=mask, other=0.0)
+    return total

@@ -39,6 +39,8 @@ def launch(
     partials: Tensor,
     units: tuple[int, int, int, int],
     config: configs.Config,
+    *,
+    adds: bool,
 ) -> None:
     """Fill `out` with the product; arguments as `w4a16` prepares them."""
     (rows, k), (padded_n, padded_k), block_m = x.shape, weight.padded, config["block_m"]
@@ -53,11 +55,11 @@ def launch(
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 128], x_layout),
         TensorDescriptor(codes, list(codes.shape), [padded_k * 2, 1], [8, 256], w_layout),
         weight.meta, sums, bias if bias is not None else out, residual if residual is not None else out, out,
-        partials, weight.counters, rows, out.shape[1], padded_n, padded_k, *units,
+        partials, weight.counters, rows, out.shape[-1], padded_n, padded_k, *units,
         BLOCK_M=block_m, STAGES=config["stages"], MOST=configs.split_bound(max(split, tail_split)),
         FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16, HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, MULTIPLIERS=multipliers, num_warps=4,
-        launch_pdl=True, maxnreg=168 if multipliers == 2 else 128,
+        HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, MULTIPLIERS=multipliers, ADDS=adds,
+        num_warps=4, launch_pdl=True, maxnreg=168 if multipliers == 2 else 128,
     )  # fmt: skip
 
 
@@ -215,6 +217,17 @@ def _add(acc, d, word, factor, inverse, sums, MAGIC: gl.constexpr, FORM: gl.cons
 
 
 @gluon.jit
+def _store_part(acc, part_ptr, column, rows, padded_n, BLOCK_M: gl.constexpr):
+    """One part's 64 columns from `column` on, [rows, padded_n]."""
+    wide: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    acc = gl.convert_layout(acc, wide)
+    offs_n = column + gl.arange(0, 64, gl.SliceLayout(1, wide))
+    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, wide))
+    at = offs_m.expand_dims(0) * padded_n + offs_n.expand_dims(1)
+    gl.store(part_ptr + at, acc, mask=(offs_n >= 0).expand_dims(1) & (offs_m < rows).expand_dims(0))
+
+
+@gluon.jit
 def _finish(
     acc, out_ptr, bias_ptr, residual_ptr, row0, rows, n_out,
     BLOCK_M: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr,
@@ -244,6 +257,7 @@ def _multiply(
     counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split, padded_k,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, MULTIPLIERS: gl.constexpr,
+    ADDS: gl.constexpr,
 ):  # fmt: skip
     """128 columns of each of a program's units; where K is split, the last to arrive adds the parts."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -260,8 +274,18 @@ def _multiply(
             done, BLOCK_M, STAGES, FORM, SCALE_FP16, MULTIPLIERS, MMA,
         )  # fmt: skip
         done += (last - first) * 2
-        is_last = True
-        if MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
+        is_last = ADDS
+        if not ADDS:  # partials [parts, rows, padded_n]
+            part_at = partial_ptr + part * rows * padded_n
+            _store_part(acc_a, part_at, column, rows, padded_n, BLOCK_M)
+            _store_part(acc_b, part_at, column + 64, rows, padded_n, BLOCK_M)
+            if part == parts - 1:  # tiles of fewer parts than others
+                for missing in range(parts, gl.maximum(split, tail_split)):
+                    part_at = partial_ptr + missing * rows * padded_n
+                    zeros = gl.zeros([64, BLOCK_M], gl.float32, MMA)
+                    _store_part(zeros, part_at, column, rows, padded_n, BLOCK_M)
+                    _store_part(zeros, part_at, column + 64, rows, padded_n, BLOCK_M)
+        elif MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
             if parts > 1:
                 # partials [parts, padded_n, BLOCK_M]
                 at = offs_row.expand_dims(1) * BLOCK_M + offs_m.expand_dims(0)
@@ -343,6 +367,7 @@ def _w4a16_hopper_kernel(
     rows, n_out, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, MULTIPLIERS: gl.constexpr,
+    ADDS: gl.constexpr,
 ):  # fmt: skip
     """Units, tiles [128 * MULTIPLIERS, BLOCK_M] of W x.T over one part of K, one after another in each program; as many
     programs as run at once. Arguments and units as in `_w4a16_kernel`."""
@@ -361,10 +386,10 @@ def _w4a16_hopper_kernel(
             [
                 (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
                              partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2)),
+                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2, ADDS)),
                 (_multiply, (1, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
                              partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2)),
+                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2, ADDS)),
                 (_load, (x_desc, w_desc, meta_ptr, x_smem, w_smem, full, empty, padded_n, tiles, tail_tiles, split,
                          tail_split, padded_k, BLOCK_M, STAGES, FORM, 2)),
             ],
@@ -376,7 +401,7 @@ def _w4a16_hopper_kernel(
             [
                 (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
                              partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 1)),
+                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 1, ADDS)),
                 (_load, (x_desc, w_desc, meta_ptr, x_smem, w_smem, full, empty, padded_n, tiles, tail_tiles, split,
                          tail_split, padded_k, BLOCK_M, STAGES, FORM, 1)),
             ],

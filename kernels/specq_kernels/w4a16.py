@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specq_kernels import configs
 from specq_kernels.group_sums import group_sums, sums_shape
-from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, runs_kernel
+from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, runs_kernel, wide
 from specq_kernels.w4_device import (
     codes_tile,
     half_chunk,
@@ -60,6 +60,45 @@ def w4a16_silu(
     return _product(x, weight, None, None, sums, None, config)
 
 
+def w4a16_parts(
+    x: Tensor, weight: W4Weight, *, sums: Tensor | None = None, config: configs.Config | None = None
+) -> Tensor:
+    """The product with its parts of K not yet added, fp32 [parts, rows, padded N], for a kernel that adds as it reads.
+
+    `sum_parts_ref` of it is `w4a16` bit for bit; how many parts depends on the weight's shape alone. Arguments as in
+    `w4a16`; where no kernel runs it is one part, in the type of the definition.
+    """
+    if weight.is_gate_up:
+        raise ValueError("weight: gate and up are interleaved, use w4a16_silu")
+    sums = _checked(x, weight, sums)
+    n, padded_n = weight.shape[0], weight.padded[0]
+    if sums is None:
+        return torch.nn.functional.pad(w4a16_ref(x, weight, out_dtype=wide(x).dtype), (0, padded_n - n)).unsqueeze(0)
+    config = config or _config(x, weight)
+    _, _, split, tail_split = _units(weight, config)
+    parts = x.new_empty(max(split, tail_split), x.shape[0], padded_n, dtype=torch.float32)
+    _launch(x, weight, sums, None, None, parts, config, adds=False)
+    return parts
+
+
+def sum_parts_ref(
+    parts: Tensor,
+    n: int,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[rows, n] of what `w4a16_parts` returns: the parts in order, then bias and residual, rounded once."""
+    y = torch.zeros_like(parts[0])
+    for part in parts:
+        y = y + part
+    y = y[:, :n]
+    for term in (bias, residual):
+        y = y if term is None else y + term.to(y.dtype)
+    return y.to(out_dtype or y.dtype)
+
+
 def w4a16_ref(
     x: Tensor,
     weight: W4Weight,
@@ -69,13 +108,12 @@ def w4a16_ref(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The definition: the dequantised product in fp32 (float64 for a float64 x)."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = x.to(wide) @ weight.dequantize(wide).T
+    y = wide(x) @ weight.dequantize(wide(x).dtype).T
     if weight.is_gate_up:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate) * up
     for term in (bias, residual):
-        y = y if term is None else y + term.to(wide)
+        y = y if term is None else y + term.to(y.dtype)
     return y.to(out_dtype or x.dtype)
 
 
@@ -88,25 +126,33 @@ def _product(
     out_dtype: torch.dtype | None,
     config: configs.Config | None,
 ) -> Tensor:
-    n, k = weight.shape
+    n = weight.shape[0]
     n_out = n // 2 if weight.is_gate_up else n
-    check_tensor("x", x, shape=(None, k), device=weight.device)
+    sums = _checked(x, weight, sums)
     rows = x.shape[0]
     for name, term, shape in (("bias", bias, (n,)), ("residual", residual, (rows, n_out))):
         if term is not None:
             check_tensor(name, term, shape=shape, dtype=x.dtype, device=x.device)
-    if not runs_kernel(x):
+    if sums is None:
         return w4a16_ref(x, weight, bias=bias, residual=residual, out_dtype=out_dtype)
-    if not 1 <= rows <= MAX_ROWS:
-        raise ValueError(f"x: {rows} rows, the kernel takes 1 to {MAX_ROWS}")
+    out = torch.empty(rows, n_out, dtype=out_dtype or x.dtype, device=x.device)
+    _launch(x, weight, sums, bias, residual, out, config or _config(x, weight))
+    return out
+
+
+def _checked(x: Tensor, weight: W4Weight, sums: Tensor | None) -> Tensor | None:
+    """The group sums of x for the kernel, None where the definition runs; ValueError where neither does."""
+    check_tensor("x", x, shape=(None, weight.shape[1]), device=weight.device)
+    if not runs_kernel(x):
+        return None
+    if not 1 <= x.shape[0] <= MAX_ROWS:
+        raise ValueError(f"x: {x.shape[0]} rows, the kernel takes 1 to {MAX_ROWS}")
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"x: dtype is {x.dtype}, expected torch.float16 or torch.bfloat16")
     if sums is None:
         sums = group_sums(x, weight.group_size)
     check_tensor("sums", sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
-    out = torch.empty(rows, n_out, dtype=out_dtype or x.dtype, device=x.device)
-    _launch(x, weight, sums, bias, residual, out, config or _config(x, weight))
-    return out
+    return sums
 
 
 def _config(x: Tensor, weight: W4Weight) -> configs.Config:
@@ -129,27 +175,32 @@ def _launch(
     residual: Tensor | None,
     out: Tensor,
     config: configs.Config,
+    *,
+    adds: bool = True,
 ) -> None:
+    """Fill `out` with the product; without `adds` it holds the parts, [parts, rows, padded N]."""
     (rows, k), (padded_n, padded_k) = x.shape, weight.padded
     units = tiles, tail_tiles, split, tail_split = _units(weight, config)
     most = max(split, tail_split)
-    partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
+    partials = out
+    if adds:
+        partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
     if config.get("roles"):
         from specq_kernels import w4_hopper  # needs sm_90 and Triton's gluon
 
-        w4_hopper.launch(x, weight, sums, bias, residual, out, partials, units, config)
+        w4_hopper.launch(x, weight, sums, bias, residual, out, partials, units, config, adds=adds)
         return
     early = has_dependent_launch(x)
     _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
         x, weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, partials, weight.counters,
-        rows, out.shape[1], k, padded_n, padded_k, *units,
+        rows, out.shape[-1], k, padded_n, padded_k, *units,
         GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
         BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
         STEP=config.get("step", 256), STAGES=config["stages"], HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, EVEN_K=k == padded_k,
         EVEN_M=rows == config["block_m"], PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early,
-        DIRECT=bool(config.get("direct", 0)),
+        DIRECT=bool(config.get("direct", 0)), ADDS=adds,
         **configs.launch_options(config, early=early),
     )  # fmt: skip
 
@@ -194,7 +245,7 @@ def _w4a16_kernel(
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
-    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of W x.T over one part of K; layout of `w` and `meta` in w4_layout.
 
@@ -267,8 +318,18 @@ def _w4a16_kernel(
         if DIRECT:
             c0, c1, c2, c3 = load_chunks(w_ptrs, tl.minimum(step + 1, last * PASSES - 1), STEP, DIRECT)
 
-    is_last = True
-    if MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
+    is_last = ADDS
+    if not ADDS:  # partials [parts, rows, padded_n]
+        offs_m = tl.arange(0, BLOCK_M)
+        at = offs_m[None, :] * padded_n + offs_n[:, None]
+        mask = (offs_m < rows)[None, :]
+        tl.store(partial_ptr + pid_k * rows * padded_n + at, acc, mask=mask)
+        if pid_k == parts - 1:  # tiles of fewer parts than others
+            for part in range(parts, tl.maximum(split, tail_split)):
+                tl.store(
+                    partial_ptr + part * rows * padded_n + at, tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), mask=mask
+                )
+    elif MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
         if parts > 1:
             # partials [parts, padded_n / BLOCK_N, BLOCK_M, BLOCK_N]: offsets in a tile are constants
             offs_m = tl.arange(0, BLOCK_M)

@@ -10,7 +10,7 @@ import torch
 from specq_kernels import configs
 from specq_kernels.group_sums import group_sums, group_sums_ref
 from specq_kernels.w4_layout import W4Weight, pack_codes, pack_w4, unpack_codes
-from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
+from specq_kernels.w4a16 import sum_parts_ref, w4a16, w4a16_parts, w4a16_ref, w4a16_silu
 from specq_kernels.w8a16 import pack_w8, w8a16
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond x in `sums` hold nothing
@@ -166,3 +166,15 @@ def test_errors_name_the_argument() -> None:
         w4a16_silu(x, weight)
     with pytest.raises(ValueError, match="group_size: 48"):
         pack_w4(torch.zeros(16, 32, dtype=torch.int32), torch.ones(16, 6).half(), group_size=48)
+
+
+@pytest.mark.parametrize("tail_split", [2, 4])
+def test_parts_added_in_order_are_the_product(tail_split: int) -> None:
+    weight, _ = random_case(240, 1280, 64, "zeros")
+    x, bias, residual = torch.randn(5, 1280).half(), torch.randn(240).half(), torch.randn(5, 240).half()
+    config = {"split": 2, "tail_split": tail_split, "tail_from": 128, "block_n": 64, "block_m": 16, "stages": 1}
+    parts = w4a16_parts(x, weight, config=config)
+    assert parts.shape == (tail_split, 5, 256)
+    added = sum_parts_ref(parts, 240, bias=bias, residual=residual, out_dtype=torch.float16)
+    assert torch.equal(added, w4a16(x, weight, bias=bias, residual=residual, config=config))
+    assert torch.equal(w4a16_parts(x[:2].contiguous(), weight, config=config), parts[:, :2])
