@@ -10,6 +10,7 @@ from specq_kernels.group_sums import group_sums_ref
 from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
 from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
 from specq_kernels.sampling import Draw, argmax, gumbel_argmax, gumbel_argmax_ref
+from specq_kernels.step_rows import embed_rows, embed_rows_ref, keep_rows, keep_rows_ref
 
 DTYPES = (torch.float16, torch.float32)
 
@@ -43,6 +44,28 @@ def test_silu_of_gate_times_up(rows: int, k: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, silu_mul_ref(gate_up)[0], rtol=2e-3, atol=1e-3)
     assert sums is not None
     torch.testing.assert_close(sums[:, :rows], group_sums_ref(y, 128)[:, :rows], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_the_embedding_come_with_their_positions() -> None:
+    embedding, tokens = torch.randn(20, 1100).half(), torch.tensor([3, 19, 0], dtype=torch.int32)
+    depths, length = torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+    found = embed_rows(embedding, tokens, depths, length, dtype=torch.float32)
+    for ours, theirs in zip(found, embed_rows_ref(embedding, tokens, depths, length, dtype=torch.float32), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("has_kept", [False, True])
+def test_rows_are_kept_beside_the_cache(has_kept: bool) -> None:
+    x, length = torch.randn(3, 1100), torch.tensor([5], dtype=torch.int32)
+    rows, kept = torch.zeros(4, 2300), torch.zeros(9, 2300) if has_kept else None
+    expected, expected_kept = rows.clone(), None if kept is None else kept.clone()
+    keep_rows(x, rows, kept, length, column=1200)
+    keep_rows_ref(x, expected, expected_kept, length, column=1200)
+    assert torch.equal(rows, expected)
+    assert kept is expected_kept or torch.equal(kept, expected_kept)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows: "):
+        keep_rows(x, rows, kept, length, column=1201)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

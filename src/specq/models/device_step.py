@@ -27,6 +27,7 @@ from specq.quant.rounding import FULL
 from specq_kernels.kv_cache import append_rotary
 from specq_kernels.launch import MAX_ROWS
 from specq_kernels.norm_rope import rms_norm
+from specq_kernels.step_rows import embed_rows, keep_rows
 from specq_kernels.tree_attention import pack_mask, tree_attention
 
 BUCKETS = (1, 2, 4, 8, 10, 16, 32, 64)
@@ -148,8 +149,7 @@ class BoundStep:
         self._wanted = cache.feature_layers if isinstance(cache.feature_layers, tuple) else ()
         table = RopeTable(spec.rope, spec.head_dim, dtype=model.dtype, device=device)
         self._cos, self._sin = rotary_tables(table, cache.max_len)
-        self._slots = torch.arange(MAX_ROWS, device=device)
-        self._chain_depths = self._slots.to(torch.int32)
+        self._chain_depths = torch.arange(MAX_ROWS, dtype=torch.int32, device=device)
         self._chain_mask = pack_mask(torch.ones(MAX_ROWS, MAX_ROWS, dtype=torch.bool, device=device).tril_())
         self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self.depths, self.mask = self._chain_depths.clone(), self._chain_mask.clone()
@@ -190,21 +190,22 @@ class BoundStep:
         `act` is the precision of activations inside 4-bit products.
         """
         model = self._model
-        positions = self.depths[:count] + self.length
-        entering: dict[int, Tensor] = {}
-        x = model.embed(self.tokens[:count])
+        x, positions = embed_rows(
+            model.embedding, self.tokens[:count], self.depths[:count], self.length, dtype=model.dtype
+        )
         for i, layer in enumerate(model.layers):
-            if i in self._wanted:
-                entering[i] = x
+            self._keep_features(i, x)
             assert isinstance(layer, DecoderLayer)
             x = self._layer(layer, i, x, positions, act)
-        entering[model.spec.layers] = x
+        self._keep_features(model.spec.layers, x)
         final, _, _ = rms_norm(x, model.norm, eps=model.spec.norm_eps)
-        self.final[:count].copy_(final)
-        if self._wanted:
-            self.features[:count].copy_(torch.cat([entering[i] for i in self._wanted], -1))
-        if self._cache_features is not None:
-            self._cache_features.index_copy_(0, self._slots[:count] + self.length, self.features[:count])
+        keep_rows(final, self.final, None if self._wanted else self._cache_features, self.length)
+
+    def _keep_features(self, index: int, x: Tensor) -> None:
+        """Keep the states that enter a layer where they are wanted."""
+        for i, wanted in enumerate(self._wanted):
+            if wanted == index:
+                keep_rows(x, self.features, self._cache_features, self.length, column=i * x.shape[1])
 
     def _layer(self, layer: DecoderLayer, index: int, x: Tensor, positions: Tensor, act: str) -> Tensor:
         """The residual stream [nodes, hidden] after a layer; appends its K and V."""
