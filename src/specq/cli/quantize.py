@@ -65,11 +65,11 @@ def quantize(
         flag(
             "--act-order",
             panel=METHOD,
-            help="Store a column order (desc_act): a little closer, slower in most engines.",
+            help="Store a column order (desc_act): slower in most engines, and vLLM refuses it.",
         ),
     ] = None,
     asym: Annotated[
-        bool | None, flag("--asym", panel=METHOD, help="A zero point a group; some engines' fast kernels refuse it.")
+        bool | None, flag("--asym", panel=METHOD, help="A zero point a group; vLLM refuses it in GPTQ files.")
     ] = None,
     head_bits: Annotated[
         int | None,

@@ -36,6 +36,9 @@ log = logging.getLogger("specq")
 CHUNK_TOKENS = 2048
 """Tokens that run through a layer at once."""
 
+LIBRARY_BYTES = 1 << 30
+"""A GPU's libraries work in memory of their own: 0.3 GB at 8B width on an H200."""
+
 DEVICE_SHARE = 0.9
 """Up to this share of a device's free memory is planned with; beyond it activations go to the host."""
 
@@ -61,7 +64,7 @@ class Job:
 
     def require_memory(self, num_tokens: int) -> None:
         """Raise NotEnoughMemoryError when one layer, its largest product and the activations do not fit."""
-        solving = peak_bytes(self.spec, itemsize=self.dtype.itemsize)
+        solving = self._solving_bytes()
         kept = activation_bytes(self.spec, num_tokens, itemsize=self.dtype.itemsize)
         spills = self._spills(num_tokens)
         for device, needed in ((self.device, solving if spills else solving + kept), ("cpu", kept if spills else 0)):
@@ -72,12 +75,16 @@ class Job:
                     f"quantizing needs {needed / 1e9:.1f} GB on `{device}`, {free / 1e9:.1f} GB are free", hint=hint
                 )
 
+    def _solving_bytes(self) -> int:
+        """Bytes on the device besides the activations."""
+        libraries = LIBRARY_BYTES if self.device.startswith("cuda") else 0
+        return peak_bytes(self.spec, itemsize=self.dtype.itemsize) + libraries
+
     def _spills(self, num_tokens: int) -> bool:
         """Whether the activations stay on the host, as they do not fit the GPU beside the solver."""
         if not self.device.startswith("cuda"):
             return False
-        needed = peak_bytes(self.spec, itemsize=self.dtype.itemsize)
-        needed += activation_bytes(self.spec, num_tokens, itemsize=self.dtype.itemsize)
+        needed = self._solving_bytes() + activation_bytes(self.spec, num_tokens, itemsize=self.dtype.itemsize)
         free = free_bytes(self.device)
         return free is not None and needed > DEVICE_SHARE * free
 

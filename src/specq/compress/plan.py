@@ -111,7 +111,7 @@ def plan_quantization(spec: ModelSpec, settings: Settings) -> Plan:
         )
     if all(matrix.grid is None for matrix in matrices):
         raise UnsupportedError("no matrix of this model can be packed in 4 bits", hint="sizes must be multiples of 8")
-    warnings = _warnings(odd)
+    warnings = _refusals(settings) + _warnings(odd)
     if head is not None and head.grid is not None:
         warnings += _head_warnings(spec, head, settings)
     return Plan(matrices, group_size, warnings, head, head_rows=2 * spec.intermediate)
@@ -194,6 +194,19 @@ def _plan(name: str, rows: int, columns: int, group_size: int, settings: Setting
     if is_uneven:
         remark = f"a last group of {columns % group_size} columns, {columns} inputs in groups of {group_size}"
     return MatrixPlan(name, rows, columns, grid, remark)
+
+
+def _refusals(settings: Settings) -> tuple[str, ...]:
+    """Warnings of engines that refuse what was asked for, whatever the model."""
+    said = []
+    if settings.stored_order:
+        said.append("vLLM (0.33) refuses a stored column order; the static order of the default needs nothing stored")
+    if not settings.symmetric and settings.format == "gptq":
+        said.append(
+            "vLLM (0.33) refuses asymmetric GPTQ files, and GPTQModel those it did not write; "
+            "--format compressed-tensors holds zero points too"
+        )
+    return tuple(said)
 
 
 def _warnings(odd: list[MatrixPlan]) -> tuple[str, ...]:

@@ -86,6 +86,16 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         plan_of(Settings(group_size=-1, stored_order=True))
 
 
+@pytest.mark.parametrize("settings", [Settings(stored_order=True), Settings(symmetric=False)])
+def test_engines_that_refuse_what_was_asked_for_are_named(settings: Settings) -> None:
+    (warning,) = plan_of(settings, intermediate_size=192).warnings
+    assert "vLLM" in warning
+
+
+def test_zero_points_have_a_format_that_engines_take() -> None:
+    assert not plan_of(Settings(symmetric=False, format="compressed-tensors"), intermediate_size=192).warnings
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_model_is_refused(bits: int) -> None:
     with pytest.raises(UsageError, match=f"already in {bits} bits"):
