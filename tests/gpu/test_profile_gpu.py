@@ -16,6 +16,7 @@ from specq.profile.result import save
 from specq.profile.run import profile
 from specq.profile.subject import Request
 from specq.recipe import Recipe
+from specq.spec.decision import FORMAT, Decision, Level, ProfileKey
 from specq.spec.load import load_pipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -77,6 +78,37 @@ def test_a_benchmark_on_the_gpu_splits_time_and_memory(
     # a graph captured inside the clock would take a hundred times what a round does
     slowest = max(s["ttft_s"] for s in document["samples"])
     assert slowest < min(document["warmup_s"]["eagle2"])
+
+
+@pytest.mark.parametrize("name", ["sequence", "eagle2", "hierarchical"])
+def test_auto_on_the_gpu_leaves_drafts_that_lose_and_tries_them_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECQ_CACHE", str(tmp_path / "cache"))
+    folders = {
+        "target": write_model(tmp_path / "model", tiny_config(torch_dtype="bfloat16", max_position_embeddings=512)),
+        "intermediate": write_model(tmp_path / "small", tiny_config(torch_dtype="bfloat16", num_hidden_layers=1)),
+        "target_head": write_head(tmp_path / "head", tiny_tensors()),
+        "intermediate_head": write_head(tmp_path / "inner", tiny_tensors()),
+    }
+    key = ProfileKey.here(folders, device="cuda:0", dtype="auto")
+    key.path.parent.mkdir(parents=True)
+    parts = ["--intermediate", str(folders["intermediate"]), "--drafter", str(folders["target_head"])]
+    parts += ["--set", f"intermediate.drafter={folders['intermediate_head']}"]
+    rounds = {}
+    for cost in (0.01, 50.0):
+        chosen = Decision(name, (), (Level(None, ((0, cost),)),), 50.0, 1.5, None, "2026-01-01")
+        plan = {"context": 64, "answer_tokens": 32, "candidates": []}
+        record = {"format": FORMAT, "is_complete": True, "key": key.record(), "decision": chosen.record(), "plan": plan}
+        key.path.write_text(json.dumps(record | {"sampling": {}, "measured_at": "2026-01-01"}))
+        command = ["bench", str(folders["target"]), *parts, "--pipeline", "auto", "--device", "cuda", "--json"]
+        assert main([*command, "--limit", "1", "--max-new-tokens", "160", "--forced-length", "--raw"]) == 0
+        out, err = capsys.readouterr()
+        document = json.loads(out)
+        assert document["rows"][1]["match"]["bug"] == 0
+        assert ("times plain on this text: plain decoding for now" in err) == (cost > 1)
+        rounds[cost] = [s["rounds"] for s in document["samples"] if s["row"] == "auto"]
+    assert all(losing > winning for losing, winning in zip(rounds[50.0], rounds[0.01], strict=True))
 
 
 def test_the_first_prompt_of_a_length_takes_no_longer_than_the_next(tmp_path: Path) -> None:
