@@ -135,16 +135,19 @@ class DistillSection(_Section):
     """How `specq distill` trains a drafter on the target's own answers.
 
     `prompts` and `eval_prompts` are "bundled" or files; without the latter `held_out` prompts are kept from the former.
-    `minutes` ends training before `steps` do. `unroll` levels are drafted in training, each weighing `unroll_decay` of
-    the one before. For a head only: `start`, a head's folder whose weights training begins with, and `bits`, 4 to store
-    its matrices so. For an intermediate only: `layers`, how many are kept of the target, and `share_embeddings`, which
-    leaves embedding, output head and tokenizer to the target.
+    `own_prompts` more are written by the target itself, in the user's place; fewer are left of them, since none counts
+    twice and none that has no end. `minutes` ends training before `steps` do; `last_rate` is the learning rate at the
+    end, as a part of the highest. `unroll` levels are drafted in training, each weighing `unroll_decay` of the one
+    before. For a head only: `start`, a head's folder whose weights training begins with, `width` of its MLP, by default
+    the target's, and `bits`, 4 to store its matrices so. For an intermediate only: `layers`, how many are kept of the
+    target, and `share_embeddings`, which leaves embedding, output head and tokenizer to the target.
     """
 
     prompts: str = "bundled"
     eval_prompts: str | None = None
     held_out: int = Field(default=16, ge=1)
     max_prompts: int | None = Field(default=None, ge=1)
+    own_prompts: int = Field(default=0, ge=0)
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=2.0)], ...] = Field(default=(0.0, 1.0), min_length=1)
     max_new_tokens: int = Field(default=256, ge=2)
     length: int = Field(default=1024, ge=8)
@@ -153,6 +156,8 @@ class DistillSection(_Section):
     batch_tokens: int = Field(default=8192, ge=16)
     learning_rate: float = Field(default=5e-4, gt=0.0)
     warmup: float = Field(default=0.03, ge=0.0, lt=1.0)
+    last_rate: float = Field(default=0.02, ge=0.0, le=1.0)
+    optimizer: Literal["adamw", "muon"] = "adamw"
     unroll: int = Field(default=4, ge=1, le=8)
     unroll_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     feature_weight: float = Field(default=0.1, ge=0.0)
@@ -160,6 +165,7 @@ class DistillSection(_Section):
     noise: float = Field(default=0.1, ge=0.0)
     trim_vocab: int | None = Field(default=None, ge=1)
     start: str | None = None
+    width: int | None = Field(default=None, ge=8)
     bits: Literal[4, 16] = 16
     layers: int | None = Field(default=None, ge=1)
     share_embeddings: bool = False

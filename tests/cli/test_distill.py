@@ -50,6 +50,14 @@ def test_a_head_is_trained_measured_and_loads(call, target, tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
 
 
+def test_a_target_may_write_its_prompts_itself(call, target, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("specq.train.own_prompts.MAX_TOKENS", 300)  # random weights seldom write an end
+    options = ("--kind", "eagle", "--own-prompts", "12", "-o", tmp_path / "head", "--steps", "1")
+    done = call("distill", target, *options, *SMALL, "--set", "distill.length=400", "--json")
+    assert done.code == 0
+    assert 2 * 8 < json.loads(done.out)["training"]["sequences"] < 2 * (8 + 12)
+
+
 ANSWER = ("--max-new-tokens", "12", "--temperature", "0", "--dtype", "float32", "--json")
 
 

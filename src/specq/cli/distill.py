@@ -49,6 +49,10 @@ def distill(
             help="One prompt a line, or .jsonl with `prompt` or `turns`; default a few of specq's.",
         ),
     ] = None,
+    own_prompts: Annotated[
+        int | None,
+        flag("--own-prompts", metavar="N", help="Prompts the target writes itself, beside those of --prompts.", min=0),
+    ] = None,
     eval_prompts: Annotated[
         str | None,
         flag(
@@ -114,6 +118,7 @@ def distill(
         flags = {
             "distill.layers": layers,
             "distill.prompts": prompts,
+            "distill.own_prompts": own_prompts,
             "distill.eval_prompts": eval_prompts,
             "distill.minutes": minutes,
             "distill.steps": steps,

@@ -155,7 +155,7 @@ class AnswerStore:
             more_ids, more_starts = _read_answers(file)
             ids += more_ids
             starts += more_starts
-            say(f"answers: {len(ids)} of {len(prompts) * len(temperatures)}")
+            say(f"{len(ids)} of {len(prompts) * len(temperatures)}")
         return Sequences(ids, starts)
 
 

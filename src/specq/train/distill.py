@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
 from specq.checkpoint import write_json
 from specq.companions import companion_files, copy_companions
@@ -17,6 +18,7 @@ from specq.models.causal_lm import CausalLM
 from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import load_head
 from specq.models.eagle_writer import BITS_KEY, HEAD_BITS_KEY, HEAD_MANIFEST, write_head
+from specq.models.layers import GPU_ATTENTION
 from specq.models.loader import check_memory, load_model, model_config, model_spec
 from specq.models.shared import KEY as SHARED_KEY
 from specq.models.shared import MANIFEST as INTERMEDIATE_MANIFEST
@@ -25,7 +27,7 @@ from specq.recipe import OWN_NAMES
 from specq.storage import cache_dir, require_space
 from specq.tensors import open_weights
 from specq.tokenizer import Tokenizer
-from specq.train import card, evaluation
+from specq.train import card, evaluation, own_prompts
 from specq.train.data import (
     AnswerStore,
     BatchSource,
@@ -56,7 +58,8 @@ DISK_BYTES = 28
 """Disk a trained parameter takes at most: two checkpoints of weight and moments in fp32, and the finished weight."""
 
 CACHE_PART = 4
-"""Answers written at once may take a quarter of a GPU's free memory for K and V."""
+"""Answers written at once may take a quarter of a GPU's memory for K and V. Of all of it, not of what is free: the
+number decides which random numbers an answer gets, and answers in the cache are found again by it."""
 
 Say = Callable[[str], None]
 
@@ -102,9 +105,15 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
         [(spec, job.target.path, settings.length)], device=job.device, dtype=job.dtype, use_kernels=TRAINING.use_kernels
     )
     workspace = Workspace(job.output)
-    with open_workspace(workspace, fingerprint(job, digest), verb="distill", overwrite=job.overwrite):
+    with (
+        open_workspace(workspace, fingerprint(job, digest), verb="distill", overwrite=job.overwrite),
+        sdpa_kernel(list(GPU_ATTENTION)),  # batches come in hundreds of shapes, each of which cuDNN would plan for
+    ):
         say(f"loading {job.target.repo_id or job.target.path.name}")
         model = load_target(job)
+        if settings.own_prompts:
+            own = _own_prompts(job, model, tokenizer, digest, without=[*training, *held_out], say=say)
+            prompts += encode_prompts(tokenizer, own, longest=longest)
         sequences = _answers(job, model, tokenizer, prompts, digest, say)
         run = _Run(job, model, tokenizer, sequences, held_out_ids, digest)
         manifest = _distill_head(run, workspace, say) if job.kind == "eagle" else _distill_model(run, workspace, say)
@@ -117,26 +126,62 @@ def _answers(
 ) -> Sequences:
     """The target's answers, from the cache as far as they are there: both kinds of drafter share them."""
     settings = job.settings
-    kind = job.device.partition(":")[0]
-    shard = _answers_at_once(model, kind, max(map(len, prompts)) + settings.max_new_tokens)
-    shared = {
-        "target": digest,
-        "prompts": prompts,
-        "temperatures": settings.temperatures,
-        "max_new_tokens": settings.max_new_tokens,
-        "seed": settings.seed,
-        "shard": shard,
-    }
-    name = hashlib.sha256(json.dumps(shared).encode()).hexdigest()[:32]
-    writer = AnswerWriter(
-        model, vocab=tokenizer.size, stop_ids=tokenizer.eos_ids, max_new_tokens=settings.max_new_tokens
+    return _written(
+        model,
+        prompts,
+        vocab=tokenizer.size,
+        stop_ids=tokenizer.eos_ids,
+        shared={
+            "target": digest,
+            "temperatures": settings.temperatures,
+            "max_new_tokens": settings.max_new_tokens,
+            "seed": settings.seed,
+        },
+        say=lambda text: say(f"answers: {text}"),
     )
 
+
+def _own_prompts(
+    job: Job, model: CausalLM, tokenizer: Tokenizer, digest: str, *, without: Sequence[str], say: Say
+) -> list[str]:
+    """Prompts that the target wrote, as many as are whole and new of `own_prompts` beginnings."""
+    opening, ends = own_prompts.user_opening(tokenizer)
+    written = _written(
+        model,
+        [opening] * job.settings.own_prompts,
+        vocab=tokenizer.size,
+        stop_ids=ends,
+        shared={
+            "target": digest,
+            "temperatures": (own_prompts.TEMPERATURE,),
+            "max_new_tokens": own_prompts.MAX_TOKENS,
+            "seed": job.settings.seed,
+        },
+        say=lambda text: say(f"prompts: {text}"),
+    )
+    return own_prompts.finished_prompts(tokenizer, written, ends, without=without)
+
+
+def _written(
+    model: CausalLM,
+    prompts: list[list[int]],
+    *,
+    vocab: int,
+    stop_ids: frozenset[int],
+    shared: dict[str, Any],
+    say: Say,
+) -> Sequences:
+    """What the target writes after each of `prompts`; `shared` is what text in the cache must have been made with."""
+    longest, seed = int(shared["max_new_tokens"]), int(shared["seed"])
+    shard = _answers_at_once(model, model.device.type, max(map(len, prompts)) + longest)
+    name = hashlib.sha256(json.dumps({**shared, "prompts": prompts, "shard": shard}).encode()).hexdigest()[:32]
+    writer = AnswerWriter(model, vocab=vocab, stop_ids=stop_ids, max_new_tokens=longest)
+
     def write(part: Sequence[list[int]], temperature: float, number: int) -> list[list[int]]:
-        return writer.answers(part, temperature=temperature, seed=(settings.seed << 20) + number)
+        return writer.answers(part, temperature=temperature, seed=(seed << 20) + number)
 
     store = AnswerStore(cache_dir() / "answers" / name)
-    return store.collect(prompts, write, temperatures=settings.temperatures, shard=shard, say=say)
+    return store.collect(prompts, write, temperatures=shared["temperatures"], shard=shard, say=say)
 
 
 def _answers_at_once(model: CausalLM, device: str, slots: int) -> int:
@@ -145,7 +190,7 @@ def _answers_at_once(model: CausalLM, device: str, slots: int) -> int:
     if device == "cpu":
         return most
     one = 2 * model.spec.layers * model.spec.kv_heads * model.spec.head_dim * slots * model.dtype.itemsize
-    fitting = torch.cuda.mem_get_info(model.device)[0] // CACHE_PART // one
+    fitting = torch.cuda.mem_get_info(model.device)[1] // CACHE_PART // one
     return min(most, 1 << max(0, int(fitting).bit_length() - 1))
 
 

@@ -24,18 +24,24 @@ from specq.quant.linear import DenseLinear
 from specq.recipe import DistillSection
 from specq.train.batch import BatchedForward, attend_batch, share_heads, table_rows
 from specq.train.data import Batch
-from specq.train.soft_loss import soft_cross_entropy, teacher_distribution, top1_agreement
+from specq.train.soft_loss import Teacher, soft_cross_entropy
 
 INIT_STD = 0.02
+DOWN = "layers.0.mlp.down_proj.weight"
+MLP_SIDES = {"layers.0.mlp.gate_proj.weight": 0, "layers.0.mlp.up_proj.weight": 0, DOWN: 1}
+"""The dimension of each of the MLP's matrices that is its width."""
 
 
-def head_config(spec: ModelSpec, *, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a head for this target; every number a reader must not guess is in it."""
+def head_config(spec: ModelSpec, *, dtype: torch.dtype, width: int | None = None) -> dict[str, Any]:
+    """The config.json of a head for this target; every number a reader must not guess is in it.
+
+    `width` is that of its MLP, by default the target's.
+    """
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": spec.hidden,
-        "intermediate_size": spec.intermediate,
+        "intermediate_size": width or spec.intermediate,
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
@@ -67,37 +73,38 @@ class HeadTask:
         Raises UnsupportedError when that head is not of the shape that is trained here.
         """
         self.target, self.settings, self.kept_ids = target, settings, kept_ids
-        self.config = head_config(target.spec, dtype=target.dtype)
+        self.config = head_config(target.spec, dtype=target.dtype, width=settings.width)
         self._forward = BatchedForward(target)
         rope = RopeSpec.from_config(self.config, max_positions=target.spec.max_context)
         self._rope = RopeTable(rope, target.spec.head_dim, dtype=target.dtype, device=target.device)
         self._output = output_matrix(target) if kept_ids is None else output_matrix(target)[kept_ids.to(target.device)]
-        self._modules = _new_head(target, seed=settings.seed)
+        self._modules = _new_head(target, width=self.config["intermediate_size"], seed=settings.seed)
         if start is not None:
             _take_over(self._modules, start, target.spec)
         self._modules.requires_grad_()
         self.parameters = dict(self._modules.named_parameters())
 
-    def loss(self, batch: Batch, draws: torch.Generator, *, measure: bool) -> tuple[Tensor, list[Tensor]]:
+    def loss(self, batch: Batch, draws: torch.Generator) -> tuple[Tensor, list[Tensor]]:
         """See Task. A batch position p is learnt by row p - 1, which pairs id p with the feature before it."""
         settings = self.settings
-        tokens, positions = batch.tokens.to(self.target.device), batch.positions.to(self.target.device)
-        positions = positions[positions % tokens.shape[1] > 0]
+        tokens = batch.tokens.to(self.target.device)
+        # Chosen before they are on the device: how many are left is then no question to it.
+        positions = batch.positions[batch.positions % tokens.shape[1] > 0].to(self.target.device)
         with torch.no_grad():
             features = self._forward.states(tokens)
             wanted = features.flatten(0, 1)[positions]  # [rows, hidden]
-            teacher = teacher_distribution(wanted, self._output)
+            teacher = Teacher.of(wanted, self._output)
         total = torch.zeros((), device=self.target.device)
         agreement, weights = [], 0.0
         for depth, states in enumerate(self._unroll(tokens, self._noisy(features, draws))):
             rows = states.flatten(0, 1)[positions - 1]
-            loss = settings.ce_weight * soft_cross_entropy(rows, self._output, teacher)
+            entropy, agreed = soft_cross_entropy(rows, self._output, teacher)
+            loss = settings.ce_weight * entropy
             if settings.feature_weight:
                 loss = loss + settings.feature_weight * F.smooth_l1_loss(rows.float(), wanted.float())
             weight = settings.unroll_decay**depth
             total, weights = total + weight * loss, weights + weight
-            if measure:
-                agreement.append(top1_agreement(rows, self._output, teacher))
+            agreement.append(agreed)
         return total / weights, agreement
 
     def _unroll(self, tokens: Tensor, features: Tensor) -> list[Tensor]:
@@ -164,8 +171,8 @@ class _HeadModules(nn.Module):
         self.fc, self.layer = fc, layer
 
 
-def _new_head(target: CausalLM, *, seed: int) -> _HeadModules:
-    """A head of random weights, shaped as the target's own layers are."""
+def _new_head(target: CausalLM, *, width: int, seed: int) -> _HeadModules:
+    """A head of random weights, its attention shaped as that of the target's own layers."""
     spec, draws = target.spec, torch.Generator().manual_seed(seed)
 
     def linear(rows: int, columns: int, std: float = INIT_STD) -> DenseLinear:
@@ -177,7 +184,7 @@ def _new_head(target: CausalLM, *, seed: int) -> _HeadModules:
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        intermediate=spec.intermediate,
+        intermediate=width,
         norm_eps=spec.norm_eps,
         vocab=spec.vocab,
         feature_layers=None,
@@ -189,8 +196,8 @@ def _new_head(target: CausalLM, *, seed: int) -> _HeadModules:
         head_norms=None,
         qkv=linear((spec.heads + 2 * spec.kv_heads) * spec.head_dim, spec.hidden),
         o=linear(spec.hidden, spec.heads * spec.head_dim),
-        gate_up=linear(2 * spec.intermediate, spec.hidden),
-        down=linear(spec.hidden, spec.intermediate),
+        gate_up=linear(2 * width, spec.hidden),
+        down=linear(spec.hidden, width),
     )
     return _HeadModules(linear(spec.hidden, 2 * spec.hidden, (2 * spec.hidden) ** -0.5), layer)
 
@@ -202,17 +209,23 @@ def published_tensors(head: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _take_over(head: nn.Module, files: HeadFiles, spec: ModelSpec) -> None:
-    """Give the head the weights of these files. Raises UnsupportedError for tensors that it has not."""
+    """Give the head the weights of these files; the MLP may have grown, which changes nothing it computes.
+
+    Raises UnsupportedError for tensors that the head has not.
+    """
     files.check_fit(spec)
-    wanted = _by_published_name(head, spec)
-    for name, tensor in wanted.items():
-        if files.is_eagle3 or files.has("fc.bias") or files.shape(name) != tuple(tensor.shape):
+    for name, tensor in _by_published_name(head, spec).items():
+        shape, wanted = files.shape(name), tuple(tensor.shape)
+        grows = name in MLP_SIDES and shape[1 - MLP_SIDES[name]] == wanted[1 - MLP_SIDES[name]] and shape < wanted
+        if files.is_eagle3 or files.has("fc.bias") or not (shape == wanted or grows):
             raise UnsupportedError(
-                f"training cannot begin with this head: `{name}` is {list(files.shape(name))}, "
-                f"what is trained has {list(tensor.shape)} and no biases",
+                f"training cannot begin with this head: `{name}` is {list(shape)}, "
+                f"what is trained has {list(wanted)} and no biases",
                 hint="leave out --from",
             )
-        tensor.copy_(files.tensor(name))
+        if name == DOWN:
+            tensor.zero_()  # the new columns: what the MLP gained is silent at first
+        tensor[: shape[0], ...].narrow(-1, 0, shape[-1]).copy_(files.tensor(name))
 
 
 def _by_published_name(head: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:

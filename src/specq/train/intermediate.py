@@ -25,7 +25,7 @@ from specq.recipe import DistillSection
 from specq.train.batch import BatchedForward, decoder_layers
 from specq.train.data import Batch
 from specq.train.eagle import output_matrix, stored
-from specq.train.soft_loss import soft_cross_entropy, teacher_distribution, top1_agreement
+from specq.train.soft_loss import Teacher, soft_cross_entropy
 
 
 @torch.no_grad()
@@ -36,12 +36,12 @@ def layer_importance(target: CausalLM, batches: Sequence[Batch]) -> list[float]:
     for batch in batches:
         tokens, positions = batch.tokens.to(target.device), batch.positions.to(target.device)
         whole = forward.states(tokens).flatten(0, 1)[positions]
-        teacher = teacher_distribution(whole, output)
-        entropy = soft_cross_entropy(whole, output, teacher)
+        teacher = Teacher.of(whole, output)
+        entropy, _ = soft_cross_entropy(whole, output, teacher)
         for left_out in range(target.spec.layers):
             rest = [layer for layer in range(target.spec.layers) if layer != left_out]
             states = forward.states(tokens, layers=rest).flatten(0, 1)[positions]
-            total[left_out] += float(soft_cross_entropy(states, output, teacher) - entropy)
+            total[left_out] += float(soft_cross_entropy(states, output, teacher)[0] - entropy)
     return [each / len(batches) for each in total]
 
 
@@ -67,17 +67,18 @@ class IntermediateTask:
         for parameter in self.parameters.values():
             parameter.requires_grad_()
 
-    def loss(self, batch: Batch, draws: torch.Generator, *, measure: bool) -> tuple[Tensor, list[Tensor]]:
+    def loss(self, batch: Batch, draws: torch.Generator) -> tuple[Tensor, list[Tensor]]:
         """See Task."""
         tokens, positions = batch.tokens.to(self.target.device), batch.positions.to(self.target.device)
         with torch.no_grad():
             wanted = self._teacher.states(tokens).flatten(0, 1)[positions]
-            teacher = teacher_distribution(wanted, self._output)
+            teacher = Teacher.of(wanted, self._output)
         rows = self._forward.states(tokens).flatten(0, 1)[positions]
-        loss = self.settings.ce_weight * soft_cross_entropy(rows, self._output, teacher)
+        entropy, agreed = soft_cross_entropy(rows, self._output, teacher)
+        loss = self.settings.ce_weight * entropy
         if self.settings.feature_weight:
             loss = loss + self.settings.feature_weight * F.smooth_l1_loss(rows.float(), wanted.float())
-        return loss, [top1_agreement(rows, self._output, teacher)] if measure else []
+        return loss, [agreed]
 
     def save_weights(self, folder: Path, *, without: Collection[str] = ()) -> None:
         """Write the student's weights as an ordinary Hugging Face model holds them, `without` these tensors."""

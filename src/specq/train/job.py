@@ -74,6 +74,7 @@ def check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> No
     for value, flag in (
         (settings.trim_vocab, "--trim-vocab"),
         (settings.start, "--from"),
+        (settings.width, "distill.width"),
         (settings.bits != 16 or None, "--bits"),
     ):
         if value is not None:

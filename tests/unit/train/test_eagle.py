@@ -8,8 +8,10 @@ from factories import tiny_config, tiny_model
 from safetensors.torch import load_file
 
 from specq.checkpoint import RopeSpec
+from specq.errors import UnsupportedError
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
+from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import load_head
 from specq.models.eagle_writer import write_head
 from specq.recipe import DistillSection
@@ -17,7 +19,7 @@ from specq.spec.tree import chain
 from specq.train.batch import BatchedForward, pad
 from specq.train.data import Batch
 from specq.train.eagle import HeadTask, output_matrix
-from specq.train.soft_loss import soft_cross_entropy, teacher_distribution, top1_agreement
+from specq.train.soft_loss import Teacher, soft_cross_entropy
 
 TEXTS = [[5, 9, 33, 7, 12, 80, 41, 3, 19, 22], [64, 3, 90, 14, 71, 6, 28]]
 STARTS = [4, 2]
@@ -71,7 +73,7 @@ def test_unrolled_rows_are_the_states_the_head_drafts_with(target, tmp_path) -> 
 def test_loss_is_the_two_losses_weighted_by_depth(target) -> None:
     settings = DistillSection(unroll=2, unroll_decay=0.5, feature_weight=0.3, ce_weight=0.7, noise=0.0)
     task = HeadTask(target, settings)
-    loss, agreement = task.loss(batch(), torch.Generator().manual_seed(0), measure=True)
+    loss, agreement = task.loss(batch(), torch.Generator().manual_seed(0))
     tokens = pad(TEXTS)
     features = BatchedForward(target).states(tokens)
     parts = []
@@ -92,24 +94,33 @@ def test_loss_is_the_two_losses_weighted_by_depth(target) -> None:
     assert len(agreement) == 2
 
 
-def test_gradient_of_the_loss_is_that_of_finite_differences() -> None:
+def test_loss_and_its_gradient_are_those_of_the_whole_distributions() -> None:
     draws = torch.Generator().manual_seed(3)
-    states, head = (torch.randn(n, 6, generator=draws, dtype=torch.float64) for n in (5, 11))
-    teacher = torch.randn(5, 11, generator=draws, dtype=torch.float64).softmax(-1)
+    states, wanted, head = (torch.randn(n, 6, generator=draws, dtype=torch.float64) for n in (5, 5, 11))
     states.requires_grad_()
-    soft_cross_entropy(states, head, teacher).backward()
-    plain = -(teacher * (states @ head.T).log_softmax(-1)).sum(-1).mean()
-    (expected,) = torch.autograd.grad(plain, states)
-    torch.testing.assert_close(states.grad, expected, rtol=1e-5, atol=1e-7)  # probabilities are fp32
+    loss, _ = soft_cross_entropy(states, head, Teacher.of(wanted, head))
+    (3 * loss).backward()
+    plain = -((wanted @ head.T).softmax(-1) * (states @ head.T).log_softmax(-1)).sum(-1).mean()
+    (expected,) = torch.autograd.grad(3 * plain, states)
+    assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-6)  # fp32
+    torch.testing.assert_close(states.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_beyond_one_part_count_as_the_others(monkeypatch) -> None:
+    draws = torch.Generator().manual_seed(5)
+    states, wanted, head = (torch.randn(n, 6, generator=draws, dtype=torch.float64) for n in (7, 7, 11))
+    whole = soft_cross_entropy(states, head, Teacher.of(wanted, head))
+    monkeypatch.setattr("specq.train.soft_loss.ROWS_AT_ONCE", 3)
+    torch.testing.assert_close(soft_cross_entropy(states, head, Teacher.of(wanted, head)), whole)
 
 
 def test_teacher_agrees_with_itself_and_with_no_one_else() -> None:
     draws = torch.Generator().manual_seed(4)
     states, head = torch.randn(50, 8, generator=draws), torch.randn(30, 8, generator=draws)
-    teacher = teacher_distribution(states, head)
-    assert float(top1_agreement(states, head, teacher)) == 1.0
-    assert float(top1_agreement(-states, head, teacher)) < 0.2
-    torch.testing.assert_close(teacher, (states @ head.T).softmax(-1))
+    teacher = Teacher.of(states, head)
+    assert float(soft_cross_entropy(states, head, teacher)[1]) == 1.0
+    assert float(soft_cross_entropy(-states, head, teacher)[1]) < 0.2
+    torch.testing.assert_close(teacher.expected, (states @ head.T).softmax(-1) @ head)
 
 
 def test_files_have_the_published_names_and_every_number_is_in_the_config(target, tmp_path) -> None:
@@ -135,6 +146,22 @@ def test_head_keeps_the_base_of_a_target_whose_positions_are_scaled(tmp_path) ->
     target = tiny_model(tiny_config(rope_parameters=scaled, rope_theta=None))
     config = HeadTask(target, DistillSection()).config
     assert RopeSpec.from_config(config, max_positions=512) == RopeSpec("default", 5000.0)
+
+
+def test_a_head_may_be_wider_than_the_target_and_grows_without_a_change(target, tmp_path) -> None:
+    narrow = saved_head(HeadTask(target, DistillSection()), target, tmp_path)
+    wide_task = HeadTask(target, DistillSection(width=target.spec.intermediate + 24), start=HeadFiles(tmp_path))
+    (tmp_path / "wide").mkdir()
+    wide = saved_head(wide_task, target, tmp_path / "wide")
+    assert wide.spec.intermediate == target.spec.intermediate + 24 == wide_task.config["intermediate_size"]
+    states, ids = torch.randn(3, target.spec.hidden, dtype=torch.float64), chain([5, 9, 7])
+    with torch.inference_mode():
+        old, new = (head(ids, states, head.new_cache(8)) for head in (narrow, wide))
+    torch.testing.assert_close(new, old)
+    gate = wide_task.tensors()["layers.0.mlp.gate_proj.weight"]
+    assert bool(gate[-24:].any())  # or what was gained could never learn
+    with pytest.raises(UnsupportedError, match="training cannot begin with this head"):
+        HeadTask(target, DistillSection(), start=HeadFiles(tmp_path / "wide"))
 
 
 def test_trimmed_head_maps_its_ids_to_the_targets(target, tmp_path) -> None:

@@ -14,7 +14,7 @@ from specq.errors import SpecqError
 from specq.recipe import DistillSection
 from specq.train.data import Batch, BatchSource, Sequences
 from specq.train.eagle import HeadTask
-from specq.train.loop import LOWEST_RATE, Progress, estimated_accept_length, learning_rate, train
+from specq.train.loop import Progress, estimated_accept_length, learning_rate, train
 
 SETTINGS = DistillSection(steps=12, learning_rate=2e-3, unroll=2, batch_tokens=256)
 
@@ -53,17 +53,17 @@ def run(task: HeadTask, folder, **changes) -> Progress:
     return train(task, source(), settings, checkpoint=folder / "checkpoint", say=lambda text: None)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_killed_run_goes_on_to_the_weights_of_one_that_was_not(tmp_path, monkeypatch, dtype) -> None:
-    whole = head(dtype)
-    run(whole, tmp_path)
+@pytest.mark.parametrize(("dtype", "optimizer"), [("float32", "adamw"), ("bfloat16", "adamw"), ("float32", "muon")])
+def test_a_killed_run_goes_on_to_the_weights_of_one_that_was_not(tmp_path, monkeypatch, dtype, optimizer) -> None:
+    whole, settings = head(dtype), SETTINGS.model_copy(update={"optimizer": optimizer})
+    run(whole, tmp_path, optimizer=optimizer)
     folder = tmp_path / "killed"
     folder.mkdir()
     monkeypatch.setattr("specq.train.loop.SAVE_SECONDS", 0.0)  # a checkpoint after every step
     with pytest.raises(Killed):
-        train(head(dtype), KilledAfter(5), SETTINGS, checkpoint=folder / "checkpoint", say=lambda text: None)
+        train(head(dtype), KilledAfter(5), settings, checkpoint=folder / "checkpoint", say=lambda text: None)
     resumed = head(dtype)
-    progress = run(resumed, folder)
+    progress = run(resumed, folder, optimizer=optimizer)
     assert progress.step == 12
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
 
@@ -101,7 +101,7 @@ def test_master_weights_keep_updates_too_small_for_bfloat16(tmp_path) -> None:
         def __init__(self) -> None:
             self.parameters = {"w": nn.Parameter(torch.ones(1, dtype=torch.bfloat16))}
 
-        def loss(self, batch, draws, *, measure):
+        def loss(self, batch, draws):
             return self.parameters["w"].sum().float(), []
 
     task = Slope()
@@ -125,7 +125,9 @@ def test_rate_rises_then_falls() -> None:
     assert rates.index(max(rates)) == 10
     assert rates[:11] == sorted(rates[:11])
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[100] == pytest.approx(LOWEST_RATE)
+    assert rates[100] == pytest.approx(0.02)
+    halved = settings.model_copy(update={"last_rate": 0.5})
+    assert learning_rate(halved, 1.0) == pytest.approx(0.5)
 
 
 def test_estimate_is_the_mean_length_of_a_chain_that_stops_at_its_first_miss() -> None:
