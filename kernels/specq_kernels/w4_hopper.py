@@ -274,7 +274,7 @@ def _multiply(
             done, BLOCK_M, STAGES, FORM, SCALE_FP16, MULTIPLIERS, MMA,
         )  # fmt: skip
         done += (last - first) * 2
-        is_last = ADDS
+        is_last = True
         if not ADDS:  # partials [parts, rows, padded_n]
             part_at = partial_ptr + part * rows * padded_n
             _store_part(acc_a, part_at, column, rows, padded_n, BLOCK_M)
@@ -304,7 +304,7 @@ def _multiply(
                         acc_a += gl.load(tile_ptr + at, mask=is_part, other=0.0)
                         acc_b += gl.load(tile_ptr + at + 64 * BLOCK_M, mask=is_part, other=0.0)
                         tile_ptr += BLOCK_M * padded_n
-        if is_last:
+        if ADDS and is_last:
             _finish(acc_a, out_ptr, bias_ptr, residual_ptr, column, rows, n_out,
                     BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
             _finish(acc_b, out_ptr, bias_ptr, residual_ptr, column + 64, rows, n_out,
