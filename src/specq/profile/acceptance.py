@@ -67,6 +67,23 @@ class Acceptance:
     inner: Mapping[Tree, Rates] = field(default_factory=dict)
     qspec: Rates | None = None
 
+    @property
+    def none_of_it(self) -> Acceptance:
+        """The same drafts, none of them accepted, as with random weights; lookup, where it may be, is left out."""
+
+        def nothing(rates: Rates | None) -> Rates | None:
+            return None if rates is None else Rates((0.0,) * len(rates.rates))
+
+        def nothing_of(trees: Mapping[Tree, Rates]) -> dict[Tree, Rates]:
+            return {tree: Rates((0.0,) * len(rates.rates)) for tree, rates in trees.items()}
+
+        return Acceptance(
+            sequence=nothing(self.sequence),
+            eagle2=nothing_of(self.eagle2),
+            inner=nothing_of(self.inner),
+            qspec=nothing(self.qspec),
+        )
+
     def record(self) -> dict[str, Any]:
         def trees(rates: Mapping[Tree, Rates]) -> list[dict[str, Any]]:
             return [{**tree._asdict(), **value.record()} for tree, value in sorted(rates.items())]

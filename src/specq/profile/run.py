@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import torch
@@ -14,7 +15,14 @@ from specq.profile.cost import Tree
 from specq.profile.measure import AnyKey, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models
 from specq.profile.observe import Observation, Setting, observe, remeasure
 from specq.profile.plan import Plan, Verdict, levels, plan, settle
-from specq.profile.predict import LONGEST_SEQUENCE, LOOKUP_LENGTHS, Candidate, tree_settings, with_real_rounds
+from specq.profile.predict import (
+    LONGEST_SEQUENCE,
+    LOOKUP_LENGTHS,
+    Candidate,
+    Measured,
+    tree_settings,
+    with_real_rounds,
+)
 from specq.profile.result import Profile
 from specq.profile.split import split_steps
 from specq.profile.study import make_subject
@@ -34,6 +42,9 @@ ANSWER = {"cpu": 32, "cuda": 128}
 
 NOT_BUILT: dict[str, str | None] = {"qspec": "specq has no products with activations of 8 or 4 bits yet"}
 """Pipelines that people ask for and specq cannot run, with the reason."""
+
+STUDY_ANSWER = 24
+"""Tokens that models of random weights decode with every pipeline, to time its rounds."""
 
 BEST = 2
 """Pipelines that are measured again on every prompt; the others, on a CPU, on a few."""
@@ -209,22 +220,18 @@ class _Run:
         starts = [len(self.prompts[number]) for number in self.seen.prompts] or [self.grid.contexts[0]]
         context = sum(starts) // len(starts) + self.setting.max_new_tokens // 2
         first = profile.plan = profile.first_plan = self._plan(context)
-        rivals = [p.candidate for p in first.best_of_each() if p.candidate.pipeline != "plain"]
-        if not self.request.by_hand and rivals:
-            with quiet_heap():
-                profile.measured = remeasure(
-                    self.setting,
-                    self.prompts,
-                    [first.plain.candidate, *rivals],
-                    best=BEST,
-                    seconds=0.25 * self.seconds,
-                    on_run=self.say,
-                )
+        verdict = Verdict(first.winner.candidate, first.winner.gain, first.winner.uncertainty)
+        if self.request.is_random:
+            ran = self._remeasure(first, replace(self.setting, max_new_tokens=STUDY_ANSWER))
+            profile.costs = with_real_rounds(profile.costs, acceptance.none_of_it, ran)
+            profile.plan = self._plan(context)
+            winner = profile.plan.winner
+            verdict = Verdict(winner.candidate, winner.gain, winner.uncertainty)
+        elif not self.request.by_hand and len(first.ranking) > 1:
+            profile.measured = self._remeasure(first, self.setting)
             verdict = settle(first, profile.measured)
             profile.costs = with_real_rounds(profile.costs, acceptance, profile.measured)
             profile.plan = self._plan(context)
-        else:
-            verdict = Verdict(first.winner.candidate, first.winner.gain, first.winner.uncertainty)
         profile.other_plans = [self._plan(context) for context in self.grid.contexts]
         profile.verdict = verdict
         plain_tps = next((m.tokens_per_s for m in profile.measured), first.plain.tokens_per_s)
@@ -237,6 +244,19 @@ class _Run:
             threads=torch.get_num_threads() if self.device.type == "cpu" else None,
             measured_at=profile.measured_at,
         )
+
+    def _remeasure(self, first: Plan, setting: Setting) -> list[Measured]:
+        """The best of every pipeline as it runs, plain decoding first."""
+        rivals = [p.candidate for p in first.best_of_each() if p.candidate.pipeline != "plain"]
+        with quiet_heap():
+            return remeasure(
+                setting,
+                self.prompts,
+                [first.plain.candidate, *rivals],
+                best=BEST,
+                seconds=0.25 * self.seconds,
+                on_run=self.say,
+            )
 
     def _split(self) -> None:
         context = self.grid.contexts[0]
