@@ -62,8 +62,8 @@ def profile(
             "--acceptance",
             metavar="NAME=P[,P...]",
             panel=MEASUREMENT,
-            help="Plan with these chances by position (sequence, lookup, eagle2, inner) instead of measuring them; "
-            "such a study is not stored.",
+            help="Plan with these chances by position (sequence, lookup, eagle2, inner, qspec) instead of measuring "
+            "them; such a study is not stored.",
         ),
     ] = None,
     compare_fp16: Annotated[
@@ -107,9 +107,13 @@ def profile(
         from specq.profile.report import recipe_text
         from specq.profile.subject import Request
         from specq.recipe import resolve
+        from specq.storage import require_writable_file
 
         if plot is not None:
             check_plot(plot)
+        for path in (plot, save):
+            if path is not None:
+                require_writable_file(path)
         request = Request(
             recipe=_shapes(model, pipeline) if random_weights else resolve(model, overrides=pipeline.overrides()),
             prompts=read_prompts(prompts),

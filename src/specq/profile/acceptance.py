@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from specq.errors import UsageError
 from specq.profile.cost import Tree
@@ -15,6 +15,8 @@ FEWEST_SEEN = 20
 
 MAX_BY_HAND = 16
 """Positions that rates given by hand are continued to, the last one repeated."""
+
+_Draft = TypeVar("_Draft")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class Acceptance:
     """What was accepted, by drafter: the intermediate's sequence, prompt lookup, both heads' trees, the target's own.
 
     `lookup_share` is the share of rounds in which lookup found something to draft. `inner` is the intermediate's
-    acceptance of its own head's trees; what the target accepts of the outcome is `sequence`.
+    acceptance of its own head's trees; what the target accepts of the outcome is `sequence`. `qspec` are the target's
+    own chains by the bits of their activations.
     """
 
     sequence: Rates | None = None
@@ -65,7 +68,7 @@ class Acceptance:
     lookup_share: float = 0.0
     eagle2: Mapping[Tree, Rates] = field(default_factory=dict)
     inner: Mapping[Tree, Rates] = field(default_factory=dict)
-    qspec: Rates | None = None
+    qspec: Mapping[int, Rates] = field(default_factory=dict)
 
     @property
     def none_of_it(self) -> Acceptance:
@@ -74,14 +77,14 @@ class Acceptance:
         def nothing(rates: Rates | None) -> Rates | None:
             return None if rates is None else Rates((0.0,) * len(rates.rates))
 
-        def nothing_of(trees: Mapping[Tree, Rates]) -> dict[Tree, Rates]:
-            return {tree: Rates((0.0,) * len(rates.rates)) for tree, rates in trees.items()}
+        def nothing_of(drafts: Mapping[_Draft, Rates]) -> dict[_Draft, Rates]:
+            return {draft: Rates((0.0,) * len(rates.rates)) for draft, rates in drafts.items()}
 
         return Acceptance(
             sequence=nothing(self.sequence),
             eagle2=nothing_of(self.eagle2),
             inner=nothing_of(self.inner),
-            qspec=nothing(self.qspec),
+            qspec=nothing_of(self.qspec),
         )
 
     def record(self) -> dict[str, Any]:
@@ -93,7 +96,7 @@ class Acceptance:
             "lookup": self.lookup.record() | {"share": self.lookup_share} if self.lookup else None,
             "eagle2": trees(self.eagle2),
             "hierarchical_inner": trees(self.inner),
-            "qspec": self.qspec.record() if self.qspec else None,
+            "qspec": [{"act_bits": bits, **rates.record()} for bits, rates in sorted(self.qspec.items())],
         }
 
 
@@ -149,7 +152,7 @@ def tree_rates(rounds: Sequence[TreeRound], trees: Sequence[Tree]) -> dict[Tree,
     return found
 
 
-NAMES_BY_HAND = ("sequence", "lookup", "eagle2", "inner")
+NAMES_BY_HAND = ("sequence", "lookup", "eagle2", "inner", "qspec")
 
 
 def parse_by_hand(texts: Sequence[str]) -> dict[str, Rates]:

@@ -12,7 +12,9 @@ from torch import nn
 
 from specq.models.storages import storages
 from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve, Timing, Tree
+from specq.profile.predict import SELF
 from specq.profile.timing import Samples, measure
+from specq.quant.rounding import low_act
 from specq.spec.drafters import PromptLookup
 from specq.spec.eagle_tree import TreeShape
 from specq.spec.pipelines import HeadSeat, Parts, Seat
@@ -23,6 +25,9 @@ from specq.spec.verifier import PREFILL_CHUNK, Verifier
 BUCKETS = (1, 2, 4, 8, 10, 16, 32, 64)
 BRANCHES = 3
 """Children of a node in the trees that are timed; what a tree costs depends on its number of nodes."""
+
+SELF_LENGTHS = (1, 8)
+"""Tokens that the target drafts for itself; what lies between is on a line."""
 
 CAUGHT_UP = 3
 """Rows a head runs again at the start of a drafting: about as many as a round accepts."""
@@ -39,6 +44,8 @@ class Grid:
     top_ks: tuple[int, ...]
     prefill: int
     head_bits: tuple[int, ...] = (16,)
+    act_bits: tuple[int, ...] = ()
+    """Of the activations that the target drafts for itself with; none where it cannot."""
     most_run: int | None = None
     """Nodes that a head runs at most in one drafting; None where any number is worth a try."""
 
@@ -50,6 +57,7 @@ class Grid:
         context: int,
         tree: Tree | None,
         head_bits: tuple[int, ...] = (16,),
+        act_bits: tuple[int, ...] = (),
         is_padded: bool = False,
     ) -> Grid:
         """The grid for this device, up to the recipe's context and with the tree in it that the recipe asks for.
@@ -77,7 +85,17 @@ class Grid:
         most_run = None
         if device.type == "cuda":  # more leave the kernels, for drafts that are tens of times slower
             most_run = max(MAX_NODES, 0 if tree is None else (tree.depth - 1) * tree.top_k)
-        return cls(sequences, trees, tuple(fitting), depths, tuple(sorted(top_ks)), prefill, head_bits, most_run)
+        return cls(
+            sequences,
+            trees,
+            tuple(fitting),
+            depths,
+            tuple(sorted(top_ks)),
+            prefill,
+            head_bits=head_bits,
+            act_bits=act_bits,
+            most_run=most_run,
+        )
 
     def can_draft(self, depth: int, top_k: int) -> bool:
         """Whether draftings of this shape are timed."""
@@ -98,7 +116,7 @@ class StepKey(NamedTuple):
 
 
 class DraftKey(NamedTuple):
-    """A drafting: a head's role or `lookup`, context, depth, top-k, bits of the draft head."""
+    """A drafting: a head's role, `lookup` or SELF, context, depth, top-k, bits of the draft head or of activations."""
 
     role: str
     context: int
@@ -203,6 +221,9 @@ def _jobs(
                         continue
                     job = _drafting(head, verifier, text, context, Tree(MAX_NODES, *shape))
                     yield DraftKey(f"{role}_head", context, *shape), job
+            for length, act in product(SELF_LENGTHS, grid.act_bits if role == "target" else ()):
+                job = _self_drafting(seat, verifier, text, context, length, act)
+                yield DraftKey(SELF, context, length, 1, act), job
         yield PrefillKey(role, grid.prefill), _prefill(seat, verifier, text, grid.prefill)
     for context in grid.contexts:
         yield DraftKey("lookup", context), _lookup(lookup, text[: context + 1])
@@ -236,6 +257,19 @@ def _drafting(
         seat.cache.truncate(0)
         seat.cache.keep(range(max(context - CAUGHT_UP, 0)))
         return drafter.propose(tokens, max_nodes=MAX_NODES - 1, max_depth=tree.depth)
+
+    return job
+
+
+def _self_drafting(
+    seat: Seat, verifier: Verifier, text: Sequence[int], context: int, length: int, bits: int
+) -> Callable[[], object]:
+    tokens = list(text[: context + 1])
+    drafter = seat.self_drafter(verifier, act=low_act(bits), draft_length=length)
+
+    def job() -> object:
+        _fill(verifier, context)
+        return drafter.propose(tokens, max_nodes=MAX_NODES - 1, max_depth=length)
 
     return job
 

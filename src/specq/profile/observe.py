@@ -113,11 +113,12 @@ def run_prompt(setting: Setting, speculator: Speculator, prompt: Sequence[int], 
 class Observation:
     """What was seen of the pipelines so far; usable at any time, so that an interrupted run keeps what it has.
 
-    Trees are kept by the top-k and head bits they were drafted with.
+    Trees are kept by the top-k and head bits they were drafted with, the target's own chains by their activation bits.
     """
 
     lookup: list[Run] = field(default_factory=list)
     sequence: list[Run] = field(default_factory=list)
+    qspec: dict[int, list[Run]] = field(default_factory=dict)
     eagle2: dict[tuple[int, int], list[TreeRound]] = field(default_factory=dict)
     inner: dict[tuple[int, int], list[TreeRound]] = field(default_factory=dict)
     runs: dict[Candidate, list[Run]] = field(default_factory=dict)
@@ -128,9 +129,13 @@ class Observation:
         """What ran, candidate by candidate, as it is measured again in the end."""
         return [measured(candidate, runs, ()) for candidate, runs in self.runs.items()]
 
-    def acceptance(self, trees: Sequence[Tree], by_hand: Mapping[str, Rates], recipe_tree: Tree) -> Acceptance:
-        """The rates of what was seen; what is given by hand comes before it (a tree's for the recipe's shape)."""
-        drafting = [r for run in self.lookup for r in run.rounds if r.drafted]
+    def acceptance(
+        self, trees: Sequence[Tree], by_hand: Mapping[str, Rates], recipe_tree: Tree, act_bits: int = 8
+    ) -> Acceptance:
+        """The rates of what was seen; what is given by hand comes before it (a tree's for the recipe's shape, those of
+        the target's own chains for the recipe's `act_bits`)."""
+        own = {bits: rates for bits, runs in self.qspec.items() if (rates := _chain_rates(_all_rounds(runs)))}
+        drafting = [r for r in _all_rounds(self.lookup) if r.drafted]
         rounds = sum(len(run.rounds) for run in self.lookup)
         lookup, share = _chain_rates(drafting), len(drafting) / rounds if rounds else 0.0
         if rounds and lookup is None:  # it ran and found nothing
@@ -138,11 +143,12 @@ class Observation:
         if "lookup" in by_hand:
             lookup, share = by_hand["lookup"], 1.0
         return Acceptance(
-            sequence=by_hand.get("sequence") or _chain_rates([r for run in self.sequence for r in run.rounds]),
+            sequence=by_hand.get("sequence") or _chain_rates(_all_rounds(self.sequence)),
             lookup=lookup,
             lookup_share=share,
             eagle2=_trees(by_hand.get("eagle2"), recipe_tree, self.eagle2, trees),
             inner=_trees(by_hand.get("inner"), recipe_tree, self.inner, trees),
+            qspec={act_bits: by_hand["qspec"]} if "qspec" in by_hand else own,
         )
 
 
@@ -157,7 +163,7 @@ def observe(
 ) -> None:
     """Fill `found`: every task on every prompt in turn until the time is over, each at least once for a few rounds.
 
-    A task is a candidate to run and what its rounds tell: `plain`, `lookup`, `sequence`, `eagle2` or `inner`.
+    A task is a candidate to run and what its rounds tell: `plain`, `lookup`, `sequence`, `eagle2`, `inner`, `qspec`.
     """
     began = perf_counter()
     share = seconds / max(len(tasks), 1)
@@ -186,6 +192,8 @@ def _run_task(
     found.runs.setdefault(candidate, []).append(run)
     if kind in ("lookup", "sequence"):
         getattr(found, kind).append(run)
+    elif kind == "qspec":
+        found.qspec.setdefault(dict(candidate.settings)["pipeline.act_bits"], []).append(run)
 
 
 def _tree_round(tree: DraftTree, decided: Sequence[int]) -> TreeRound:
@@ -199,6 +207,10 @@ def _tree_round(tree: DraftTree, decided: Sequence[int]) -> TreeRound:
     for token in decided[:-1]:
         path.append(children[path[-1] if path else -1, token])
     return TreeRound(tuple(levels), tuple(path))
+
+
+def _all_rounds(runs: Sequence[Run]) -> list[Round]:
+    return [r for run in runs for r in run.rounds]
 
 
 def _chain_rates(rounds: Sequence[Round]) -> Rates | None:

@@ -239,19 +239,20 @@ def hierarchical_rounds(costs: CostModel, acceptance: Acceptance, context: float
 
 def qspec_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
     """The target drafts for itself in low precision; two lengths of its chain were timed, the others lie on a line."""
-    rates, timed = acceptance.qspec, costs.drafting.get(SELF, {})
-    if rates is None or len(timed) < 2:
-        return
-    (short, *shape), (long, *_) = min(timed), max(timed)
-    near, far = (costs.draft(SELF, Tree(0, length, *shape), context) for length in (short, long))
-    for length in range(short, min(long, len(rates.rates), costs.steps["target"].most(SEQUENCE) - 1) + 1):
-        share = (length - short) / (long - short)
-        draft = near.times(1 - share) + far.times(share)
-        verify = costs.steps["target"].step(length + 1, context)
-        yield (
-            Candidate("qspec", (("pipeline.draft_length", length),)),
-            _round(costs, "qspec", 1 + rates.accepted(length), rates.error(length), draft, verify),
-        )
+    for bits, rates in sorted(acceptance.qspec.items(), reverse=True):
+        timed = [length for length, _, other in costs.drafting.get(SELF, {}) if other == bits]
+        if len(timed) < 2:
+            continue
+        short, long = min(timed), max(timed)
+        near, far = (costs.draft(SELF, Tree(0, length, 1, bits), context) for length in (short, long))
+        for length in range(short, min(long, len(rates.rates), costs.steps["target"].most(SEQUENCE) - 1) + 1):
+            share = (length - short) / (long - short)
+            draft = near.times(1 - share) + far.times(share)
+            verify = costs.steps["target"].step(length + 1, context)
+            yield (
+                Candidate("qspec", self_settings(length, bits)),
+                _round(costs, "qspec", 1 + rates.accepted(length), rates.error(length), draft, verify),
+            )
 
 
 PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
@@ -330,6 +331,11 @@ def _round(
 def tree_settings(tree: Tree) -> tuple[tuple[str, int], ...]:
     """The tree as keys of a recipe."""
     return tuple((f"drafter.{key}", value) for key, value in tree._asdict().items())
+
+
+def self_settings(length: int, act_bits: int) -> tuple[tuple[str, int], ...]:
+    """A chain of the target's own as keys of a recipe."""
+    return ("pipeline.draft_length", length), ("pipeline.act_bits", act_bits)
 
 
 def _measured(costs: CostModel, role: str, rates: Mapping[Tree, Rates]) -> Iterator[tuple[Tree, Rates]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve, Tree
 from specq.profile.plan import Plan
-from specq.profile.predict import Prediction
+from specq.profile.predict import SELF, Prediction
 from specq.profile.result import Profile
 from specq.recipe import Recipe
 from specq.spec.decision import with_settings
@@ -149,7 +149,10 @@ def _drafting_rows(costs: CostModel) -> Rows:
     for role, shapes in costs.drafting.items():
         for (depth, top_k, bits), by_context in sorted(shapes.items(), key=lambda item: (-item[0][2], *item[0])):
             times = ", ".join(f"{t.median_ms:.2f} ms @{at}" for at, t in sorted(by_context.items()))
-            rows.append((role.replace("_", " "), f"depth {depth}, top-k {top_k}, {bits} bits", times))
+            what = f"depth {depth}, top-k {top_k}, {bits} bits"
+            if role == SELF:
+                role, what = "target itself", f"{depth} tokens, activations in {bits} bits"
+            rows.append((role.replace("_", " "), what, times))
     if costs.lookup:
         times = ", ".join(f"{t.median_ms:.3f} ms @{at}" for at, t in sorted(costs.lookup.items()))
         rows.append(("lookup", "", times))
@@ -174,6 +177,8 @@ def _acceptance_rows(profile: Profile) -> Rows:
         if rates is not None:
             share = f" (drafts in {100 * found.lookup_share:.0f} % of rounds)" if name == "lookup" else ""
             rows.append((name, _rates_text(rates.rates), _basis(rates.rounds) + share))
+    for bits, own in sorted(found.qspec.items(), reverse=True):
+        rows.append((f"qspec, activations in {bits} bits", _rates_text(own.rates), _basis(own.rounds)))
     for name, trees in (("eagle2", found.eagle2), ("inner", found.inner)):
         for tree in _widest(list(trees)):
             label = f"{name}, {tree.nodes} nodes, top-k {tree.top_k}, {tree.head_bits} bits"

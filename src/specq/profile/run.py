@@ -12,7 +12,16 @@ from specq.environment import device_state
 from specq.errors import NotEnoughMemoryError, UsageError
 from specq.models.memory import free_bytes
 from specq.profile.cost import Tree
-from specq.profile.measure import AnyKey, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models
+from specq.profile.measure import (
+    SELF_LENGTHS,
+    AnyKey,
+    Grid,
+    StepKey,
+    cost_model,
+    drafted_trees,
+    memory_of,
+    time_models,
+)
 from specq.profile.observe import Observation, Setting, observe, remeasure
 from specq.profile.plan import Plan, Verdict, levels, plan, settle
 from specq.profile.predict import (
@@ -20,6 +29,7 @@ from specq.profile.predict import (
     LOOKUP_LENGTHS,
     Candidate,
     Measured,
+    self_settings,
     tree_settings,
     with_real_rounds,
 )
@@ -39,9 +49,6 @@ ROUNDS = {"cpu": 5, "cuda": 30}
 SECONDS = {"cpu": 60.0, "cuda": 90.0}
 ANSWER = {"cpu": 32, "cuda": 128}
 """Defaults by kind of device: repetitions of every step, seconds in all, tokens of a calibration answer."""
-
-NOT_BUILT: dict[str, str | None] = {"qspec": "specq has no products with activations of 8 or 4 bits yet"}
-"""Pipelines that people ask for and specq cannot run, with the reason."""
 
 STUDY_ANSWER = 24
 """Tokens that models of random weights decode with every pipeline, to time its rounds."""
@@ -91,6 +98,7 @@ class _Run:
             context=subject.context,
             tree=tree,
             head_bits=subject.head_bits,
+            act_bits=() if subject.available["qspec"] else (recipe.pipeline.act_bits,),
             is_padded=self.parts.target.model.device_step is not None,
         )
         self.setting = Setting(
@@ -179,7 +187,7 @@ class _Run:
                 (Candidate("eagle2", tree), "eagle2"),
                 (Candidate("hierarchical", (*tree, ("pipeline.min_draft", 6))), "inner"),
             ]
-        return tasks
+        return tasks + [(Candidate("qspec", self_settings(max(SELF_LENGTHS), b)), "qspec") for b in self.grid.act_bits]
 
     def _deepest(self, top_k: int) -> int:
         """The most levels whose nodes the drafting kernels hold at this width, or those that the recipe asks for.
@@ -192,7 +200,8 @@ class _Run:
     def _summarize(self) -> None:
         """Put what was measured so far into the profile; draft heads of other bits have been made by then."""
         self.profile.memory = memory_of(self.parts)
-        acceptance = self.seen.acceptance(drafted_trees(self.grid), self.request.by_hand, self.recipe_tree)
+        trees, act_bits = drafted_trees(self.grid), self.request.recipe.pipeline.act_bits
+        acceptance = self.seen.acceptance(trees, self.request.by_hand, self.recipe_tree, act_bits)
         if any(isinstance(key, StepKey) for key in self.samples):
             self.profile.costs = with_real_rounds(cost_model(self.samples), acceptance, self.seen.measured)
         self.profile.acceptance = acceptance
@@ -207,7 +216,7 @@ class _Run:
             self.profile.acceptance,
             context=context,
             answer=self.setting.max_new_tokens,
-            missing=self.subject.available | NOT_BUILT,
+            missing=self.subject.available,
             memory=self.profile.memory,
             available_bytes=None if free is None else free + sum(self.profile.memory.values()),
         )

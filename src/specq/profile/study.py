@@ -40,6 +40,7 @@ GIVEN_FOR = {
     "sequence": ("sequence",),
     "eagle2": ("eagle2",),
     "hierarchical": ("sequence", "inner"),
+    "qspec": ("qspec",),
 }
 """The acceptance each pipeline is planned with."""
 

@@ -12,9 +12,19 @@ from tiny_models import VOCAB, make_head, make_model
 from specq.models.causal_lm import CausalLM
 from specq.profile.acceptance import tree_rates
 from specq.profile.cost import Tree
-from specq.profile.measure import BUCKETS, Grid, StepKey, cost_model, drafted_trees, memory_of, time_models, tree_of
+from specq.profile.measure import (
+    BUCKETS,
+    SELF_LENGTHS,
+    Grid,
+    StepKey,
+    cost_model,
+    drafted_trees,
+    memory_of,
+    time_models,
+    tree_of,
+)
 from specq.profile.observe import Mute, Observation, Run, Setting, observe, remeasure
-from specq.profile.predict import Candidate, tree_settings
+from specq.profile.predict import Candidate, qspec_rounds, self_settings, tree_settings
 from specq.profile.split import kind_of, split_steps
 from specq.profile.timing import FEWEST_ROUNDS, Samples, measure, stability_notes
 from specq.recipe import Recipe
@@ -214,6 +224,23 @@ def test_expected_tokens_are_those_of_the_rounds_seen(parts: Parts) -> None:
         accepted = [len(r.path) for r in seen[4, 16]]
         assert rates[tree].accepted(3) == pytest.approx(sum(accepted) / len(accepted), rel=0.05)
     assert {each.candidate for each in found.measured if each.round_ms > 0} == {candidate for candidate, _ in TASKS}
+
+
+def test_the_target_is_timed_and_observed_drafting_for_itself(parts: Parts) -> None:
+    """Where nothing is rounded its drafts are all accepted; of a 4-bit target they cost about a step a token."""
+    samples: Samples = Samples()
+    lookup = PromptLookup(draft_length=4, max_ngram=3)
+    alone, grid = Parts(parts.target), replace(GRID, act_bits=(8,))
+    time_models(alone, Sampler(), TEXT, grid, samples, lookup=lookup, seconds=0.0, rounds=3)
+    found = Observation()
+    task = Candidate("qspec", self_settings(max(SELF_LENGTHS), 8)), "qspec"
+    observe(setting(parts), PROMPTS, [task], found, seconds=60)
+    acceptance = found.acceptance([], {}, Tree(16, 3, 4))
+    assert acceptance.qspec[8].rates == (1.0,) * 8
+    costs = replace(cost_model(samples), steps={"target": cost_model(samples).steps["target"]})
+    rounds = {each.settings: round_ for each, round_ in qspec_rounds(costs, acceptance, 20)}
+    assert set(rounds) == {self_settings(length, 8) for length in range(1, 8)}  # 8 of them verify 9 rows, not timed
+    assert rounds[self_settings(7, 8)].draft.ms > 3 * rounds[self_settings(1, 8)].draft.ms
 
 
 def test_lookup_that_found_nothing_is_known_to_find_nothing(parts: Parts) -> None:

@@ -268,7 +268,7 @@ def test_the_chance_of_the_targets_own_draft_decides_whether_it_pays() -> None:
     for share, rate, pays in ((1.0, 0.999, False), (1 / 1.5, 0.97, True), (1 / 1.02, 0.97, False)):
         drafting = {SELF: {(length, 1, 8): timing(10.0 * share * length) for length in (1, 6)}}
         costs = CostModel({"target": steps_of}, drafting)
-        found = make_plan(costs, Acceptance(qspec=rates(rate)))
+        found = make_plan(costs, Acceptance(qspec={8: rates(rate)}))
         own = [p for p in found.ranking if p.candidate.pipeline == "qspec"]
         lengths = [p.candidate.settings[0][1] for p in own]
         assert sorted(lengths) == [1, 2, 3, 4, 5, 6]
@@ -301,7 +301,7 @@ def test_the_plan_is_never_slower_than_plain_under_its_own_costs(
         loop_ms=0.1,
     )
     trees = {Tree(n, 3, 4): rates(accept) for n in (8, 16, 32)}
-    acceptance = Acceptance(rates(accept), rates(lookup), share, trees, trees, rates(accept))
+    acceptance = Acceptance(rates(accept), rates(lookup), share, trees, trees, {8: rates(accept)})
     found = make_plan(costs, acceptance)
     assert found.winner.tokens_per_s >= found.plain.tokens_per_s
     assert [p.tokens_per_s for p in found.ranking] == sorted((p.tokens_per_s for p in found.ranking), reverse=True)
