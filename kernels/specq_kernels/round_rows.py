@@ -71,7 +71,7 @@ def grid_of(x, MOST: tl.constexpr, SCALE_BITS: tl.constexpr):
     least = tl.div_rn(tl.max(tl.abs(x), 1), MOST * 1.0)
     rest: tl.constexpr = (1 << (24 - SCALE_BITS)) - 1
     scale = ((least.to(tl.int32, bitcast=True) + rest) & ~rest).to(tl.float32, bitcast=True)[:, None]
-    at = tl.div_rn(x, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x))
+    at = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
     return (at + 12582912.0) - 12582912.0, scale  # 1.5 * 2**23: to the nearest integer, half to even
 
 
