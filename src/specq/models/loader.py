@@ -142,14 +142,16 @@ def check_memory(
     device: str,
     dtype: str,
     head_bytes: int = 0,
+    head_kv: int = 0,
     use_kernels: bool = True,
 ) -> None:
     """Raise NotEnoughMemoryError when these models (spec, path, context) do not fit the device together.
 
-    `head_bytes` is what the files of their EAGLE heads take; `use_kernels` as in Engine.
+    `head_bytes` is what the files of their EAGLE heads take, `head_kv` what these keep of the context; `use_kernels` as
+    in Engine.
     """
     estimates = [estimate_memory(*model, device=device, dtype=dtype, use_kernels=use_kernels) for model in models]
-    estimates.append(MemoryEstimate(weights=head_bytes, kv=0, activations=0))
+    estimates.append(MemoryEstimate(weights=head_bytes, kv=head_kv, activations=0))
     context = max((context for *_, context in models), default=0)
     require_memory(estimates, context, device=device, free=free_bytes(device))
 

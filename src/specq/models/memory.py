@@ -7,12 +7,16 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from specq.checkpoint import ModelSpec
 from specq.errors import NotEnoughMemoryError
 from specq.models.inventory import expected_tensors
+
+if TYPE_CHECKING:
+    from specq.models.eagle import HeadSpec
 
 PREFILL_ROWS = 512
 HEAD_ROWS = 64
@@ -31,8 +35,8 @@ Measured with a 1B-shaped 4-bit model on an H200, prompt and graphs of every buc
 reserved, 1877 MB said.
 """
 
-KEY_CHUNKS = 24
-"""Parts of the keys whose attention is summed apart there, in fp32 (specq_kernels/tree_attention.py)."""
+KEY_PIECES = 24
+"""Pieces of the keys whose attention is summed apart there, in fp32 (LEAVES of specq_kernels/tree_attention.py)."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,19 @@ def estimate_bytes(
     widest = 2 * spec.intermediate + 4 * spec.hidden + 2 * spec.heads * spec.head_dim
     activations = PREFILL_ROWS * widest * dtype.itemsize + 2 * HEAD_ROWS * spec.vocab * 4
     if not is_cpu:
-        activations += GPU_SCRATCH + KEY_CHUNKS * HEAD_ROWS * spec.heads * spec.head_dim * 4
+        activations += GPU_SCRATCH + KEY_PIECES * HEAD_ROWS * spec.heads * spec.head_dim * 4
     return MemoryEstimate(weights, context * kv_bytes_per_token(spec, dtype), activations)
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes of K and V of one token in all layers."""
     return 2 * spec.layers * spec.kv_heads * spec.head_dim * dtype.itemsize
+
+
+def head_bytes_per_token(head: HeadSpec, dtype: torch.dtype) -> int:
+    """Bytes an EAGLE head adds a token: its own K and V, and the features that the cache of its target keeps."""
+    layers = 1 if head.feature_layers is None else len(head.feature_layers)
+    return (2 * head.kv_heads * head.head_dim + layers * head.hidden) * dtype.itemsize
 
 
 def require_memory(estimates: Sequence[MemoryEstimate], context: int, *, device: str, free: int | None) -> None:

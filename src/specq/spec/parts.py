@@ -11,7 +11,8 @@ from specq.errors import UnsupportedError
 from specq.hub import Snapshot
 from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import build_head
-from specq.models.loader import Engine, check_memory, load_model, model_spec
+from specq.models.loader import Engine, check_memory, choose_dtype, load_model, model_spec
+from specq.models.memory import head_bytes_per_token
 from specq.spec.check import check_pair
 from specq.spec.check_head import head_bytes
 from specq.spec.pipelines import HeadSeat, Parts, Seat, four_bits
@@ -88,7 +89,19 @@ class PartLoader:
         models = [(self._spec(role), self._path(role), self._context(role)) for role in MODEL_ROLES if role in new]
         files_bytes = sum(head_bytes(self._path(f"{role}{HEAD}")) for role in heads)
         copies = sum(files.copied_bytes(self._spec(role), self._head_bits) for role, files in heads.items())
-        check_memory(models, device=self._space.device, dtype=self._space.dtype, head_bytes=files_bytes + copies)
+        check_memory(
+            models,
+            device=self._space.device,
+            dtype=self._space.dtype,
+            head_bytes=files_bytes + copies,
+            head_kv=sum(self._head_kv(role, files) for role, files in heads.items()),
+        )
+
+    def _head_kv(self, role: str, head: HeadFiles) -> int:
+        """Bytes a head and the cache of its model keep of the context for its sake."""
+        spec, space = self._spec(role), self._space
+        dtype = choose_dtype(space.dtype, spec, space.device)
+        return (self._context(role) + space.scratch_rows) * head_bytes_per_token(head.spec(spec.layers), dtype)
 
     def _seat(self, role: str, head: HeadFiles | None, target: Seat | HeadSeat | None) -> Seat:
         """A model in memory with an empty cache, which keeps what the head reads."""

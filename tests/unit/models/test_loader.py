@@ -10,6 +10,7 @@ import pytest
 import torch
 from factories import WeightsInMemory, random_weights, tiny_config, tiny_model, write_model
 from packed_weights import random_packed
+from tiny_models import make_head
 from torch import Tensor
 
 from specq.checkpoint import ModelSpec
@@ -19,7 +20,7 @@ from specq.models.causal_lm import CausalLM
 from specq.models.inventory import expected_tensors
 from specq.models.layers import SideBySide
 from specq.models.loader import build_model, check_memory, load_model, model_spec
-from specq.models.memory import MemoryEstimate, estimate_bytes, require_memory
+from specq.models.memory import MemoryEstimate, estimate_bytes, head_bytes_per_token, require_memory
 from specq.quant.formats import FORMATS
 from specq.quant.linear import DenseLinear, Int4Linear, RescoredLinear
 from specq.quant.packed import PackedWeight, pack_nibbles
@@ -279,6 +280,16 @@ def test_estimated_weights_are_those_loaded(is_tied: bool) -> None:
     cache = model.new_cache(100)
     assert estimate.kv == cache.k.nbytes + cache.v.nbytes
     assert estimate.total == estimate.weights + estimate.kv + estimate.activations
+
+
+@pytest.mark.parametrize("is_eagle3", [False, True])
+def test_what_a_head_keeps_of_a_token_is_counted(is_eagle3: bool) -> None:
+    target = tiny_model(tiny_config("qwen2"), dtype="float32")
+    head = make_head(target, eagle3=is_eagle3)
+    kept, own = target.new_cache(10, features=head.spec.features), head.new_cache(10)
+    assert kept.features is not None
+    said = 10 * head_bytes_per_token(head.spec, torch.float32)
+    assert said == kept.features.nbytes + own.k.nbytes + own.v.nbytes
 
 
 def test_4_bit_matrices_are_counted_in_4_bits() -> None:
