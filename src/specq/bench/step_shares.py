@@ -53,7 +53,7 @@ def share_out(kernels: Iterable[Kernel], *, runs: int = 1) -> Shares:
     return Shares(**{name: time / runs / 1e3 for name, time in times.items()})
 
 
-def traced_shares(run: Callable[[], object], *, runs: int = 5) -> Shares:
+def traced_shares(run: Callable[[], object], *, runs: int = 2) -> Shares:
     """The shares of `run`, which asks a GPU for one step and does not wait."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to standard error when it starts
     run()

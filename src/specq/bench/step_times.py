@@ -1,8 +1,8 @@
 """Times steps, drafting and rounds of random 4-bit models on a GPU: `python -m specq.bench.step_times [8b] [70b]`.
 
 A step is one verification on the device, from grafting to compaction, its head over every node: milliseconds between
-two events around replays in a row, median of 7 runs of 20; then the whole round as the decode loop runs it, Python,
-upload and read included. Random weights, so timing only. The floor is the bytes of all weights, and of K and V of the
+two events around replays in a row, median of 7 runs of up to 20; then the whole round as the decode loop runs it,
+Python, upload and read included. Random weights, so timing only. The floor is the bytes of all weights, and of K and V of the
 context, over the copy bandwidth measured first.
 """
 
@@ -35,7 +35,8 @@ from specq_kernels.timing import copy_bandwidth, require_cuda
 NODES = (1, 4, 8, 10, 16, 30, 32, 60)
 TREES = (30, 60)
 CONTEXTS = (1024, 8192)
-STEPS, RUNS = 20, 7
+STEPS, RUN_MS, RUNS = 20, 60.0, 7
+"""Calls in a row at most, and milliseconds after which they are enough, but never below three; medians of so many."""
 DRAFT_DEPTH, DRAFT_TOP_K = 3, 10
 STEP_TARGETS: Mapping[tuple[str, int, int, str], tuple[float, float]] = {
     ("70b", 1024, 1, "chain"): (12.5, 11.0),
@@ -216,17 +217,21 @@ def draft(nodes: int, form: str) -> DraftTree:
 
 
 def events_ms(run: Callable[[], None]) -> float:
-    """Median milliseconds of one of STEPS calls in a row, on the device."""
-    times = []
-    for _ in range(RUNS + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(STEPS):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / STEPS)
-    return statistics.median(times[1:])  # the first run compiles and captures
+    """Median milliseconds of one of several calls in a row, on the device."""
+    run()  # compiles and captures
+    steps = max(3, min(STEPS, int(RUN_MS / _elapsed_ms(run, 1))))
+    return statistics.median(_elapsed_ms(run, steps) / steps for _ in range(RUNS))
+
+
+def _elapsed_ms(run: Callable[[], None], steps: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(steps):
+        run()
+    end.record()
+    end.synchronize()
+    elapsed: float = start.elapsed_time(end)
+    return elapsed
 
 
 def loop_ms(speculator: Speculator, context: list[int]) -> float:
