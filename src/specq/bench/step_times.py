@@ -2,8 +2,8 @@
 
 A step is one verification on the device, from grafting to compaction, its head over every node: milliseconds between
 two events around replays in a row, median of 7 runs of up to 20; then the whole round as the decode loop runs it,
-Python, upload and read included. Random weights, so timing only. The floor is the bytes of all weights, and of K and V of the
-context, over the copy bandwidth measured first.
+Python, upload and read included. Random weights, so timing only. The floor is the bytes of all weights, and of K and V
+of the context, over the copy bandwidth measured first.
 """
 
 from __future__ import annotations
