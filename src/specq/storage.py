@@ -70,6 +70,29 @@ def require_space(
         )
 
 
+def require_writable(folder: Path, *, hint: str) -> None:
+    """Raises UsageError when no file can be made in `folder` or, where it is not there yet, in the one above it."""
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"`{folder}` is not a folder", hint=hint)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"`{folder}` cannot be written: {reason}", hint=hint) from error
+
+
+def require_writable_file(path: Path) -> None:
+    """Raises UsageError when `path` is a folder, or its folder is not there or takes no files."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"`{path}` cannot be written: it is a folder, or its folder does not exist")
+    require_writable(path.absolute().parent, hint="choose another file")
+
+
 def build_folder(destination: Path, build: Callable[[Path], None]) -> Path:
     """`destination`, made by `build(empty folder)` unless it is there; it appears whole or not at all.
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from specq.checkpoint import write_atomically
 from specq.errors import DiskFullError, UsageError
+from specq.storage import require_writable
 
 STATE = "settings.json"
 
@@ -77,7 +78,8 @@ def open_workspace(workspace: Workspace, settings: Mapping[str, Any], *, verb: s
 
 
 def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ()) -> None:
-    """Raise UsageError when something is in the way of the output folder, or `sources` would be replaced with it."""
+    """Raise UsageError when something is in the way of the output folder, `sources` would be replaced with it, or
+    nothing can be written there."""
     there = output.resolve()
     for source in sources:
         if there in (source.resolve(), *source.resolve().parents):
@@ -86,6 +88,7 @@ def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ())
         raise UsageError(f"`{output}` is not a folder", hint="choose another one with -o")
     if output.is_dir() and any(output.iterdir()) and not overwrite:
         raise UsageError(f"`{output}` is not empty", hint="--overwrite replaces it, or choose another folder with -o")
+    require_writable(output.absolute().parent, hint="choose another folder with -o")
 
 
 @contextmanager

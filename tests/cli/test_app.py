@@ -54,6 +54,12 @@ def test_every_verb_has_help_and_no_heavy_import_before_it_runs(verb: str, specq
         (["qwertz", "x"], "`specq` has no `qwertz`", "specq --help"),
         (["recipe", "chek"], "`specq recipe` has no `chek`", "did you mean `specq recipe check`?"),
         (["recipe", "--jsn"], "no such option `--jsn`", "did you mean `--json`?"),
+        (["distill", "-o", "x"], "missing option `--kind`: one of eagle, intermediate", "specq distill --help"),
+        (
+            ["distill", "--kind", "tree", "-o", "x"],
+            "invalid value for `--kind`: `tree` is not one of `eagle`, `intermediate`",
+            "specq distill --help",
+        ),
         (["run", "--temprature", "1"], "no such option `--temprature`", "did you mean `--temperature`?"),
         (["run", "--thinking", "maybe", "x"], "invalid value for `--thinking`: ", "specq run --help"),
         (["run", "--max-new-tokens", "0", "x"], "invalid value for `--max-new-tokens`: ", "specq run --help"),

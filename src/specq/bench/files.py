@@ -22,12 +22,6 @@ CSV_WHOLE = ("peak_memory_bytes", "exact", "tie", "bug", "right", "scored")
 CSV_RATIOS = ("mean", "low", "high", "median", "worst", "worst_prompt", "slower", "prompts")
 
 
-def require_writable(path: Path) -> None:
-    """Raise UsageError now, not after the measurement, when the file's folder is not there."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"`{path}` cannot be written: it is a folder, or its folder does not exist")
-
-
 def require_plot(path: Path) -> None:
     """Raise UsageError now when no plot can be drawn into this file: no matplotlib, or no such format."""
     try:

@@ -174,6 +174,9 @@ def _usage_error(error: typer.TyperException) -> UsageError:
     if option is not None and type(error).__name__ == "NoSuchOption":
         known = [name for p in context.command.get_params(context) for name in p.opts] if context else []
         return UsageError(f"no such option `{option}`", hint=nearest(option, known, "{}", help_command))
-    text = re.sub(r"'([^']*)'", r"`\1`", error.format_message()).strip().rstrip(".")
+    said = (
+        " ".join(error.format_message().split()).replace(": Value error, ", ": ").replace(". Choose from:", ": one of")
+    )
+    text = re.sub(r"'([^']*)'", r"`\1`", said).rstrip(".")
     text = re.sub(r"(^|: )([A-Z])(?![A-Z])", lambda m: m[1] + m[2].lower(), text)
     return UsageError(text, hint=help_command)

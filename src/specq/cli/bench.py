@@ -115,13 +115,14 @@ def bench(
     is greedy unless --temperature says otherwise. Prompts that do not fit the context are left out and named.
     """
     with Console(quiet=output.quiet).working() as console:
-        from specq.bench.files import require_plot, require_writable
+        from specq.bench.files import require_plot
+        from specq.storage import require_writable_file
 
         if allow_code_execution and sys.platform == "win32":
             raise UnsupportedError("`--allow-code-execution` sets limits that Windows does not have")
         for path in (csv, md, plot):
             if path is not None:
-                require_writable(path)
+                require_writable_file(path)
         if plot is not None:
             require_plot(plot)
         job = Job(console, model, pipeline=pipeline, sampling=sampling, prompt=prompt, is_profiled=profiled)

@@ -82,7 +82,7 @@ def _sequences(tokenizer: Tokenizer, documents: Iterator[str], samples: int, seq
     if available == 0:
         raise UsageError(
             f"calibration text `{origin}` has {len(ids)} tokens, less than one sequence of {seq_len}",
-            hint=f"give more text, or --seq-len {max(len(ids) // 8, 2 * LEAST_TOKENS)}",
+            hint=f"give more text, or --seq-len {len(ids) // 8}" if len(ids) >= 16 * LEAST_TOKENS else "give more text",
         )
     count = min(samples, available)
     chosen = [i * available // count for i in range(count)]

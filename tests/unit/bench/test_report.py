@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from specq.bench.contestants import Answer
-from specq.bench.files import csv_text, markdown_text, plot, require_plot, require_writable, write_text
+from specq.bench.files import csv_text, markdown_text, plot, require_plot, write_text
 from specq.bench.prompts import Prompt
 from specq.bench.report import all_tables, figures, paired_ratios, report_rows
 from specq.bench.run import Sample
@@ -186,10 +186,3 @@ def test_a_plot_without_matplotlib_names_it(tmp_path, monkeypatch) -> None:
     with pytest.raises(UsageError, match="`--plot` needs the package `matplotlib`") as caught:
         require_plot(tmp_path / "a.png")
     assert caught.value.hint == 'pip install "specq[plot]"'
-
-
-def test_a_file_that_cannot_be_written_is_known_before(tmp_path) -> None:
-    require_writable(tmp_path / "new.csv")
-    for path in (tmp_path, tmp_path / "none" / "new.csv"):
-        with pytest.raises(UsageError, match="cannot be written"):
-            require_writable(path)

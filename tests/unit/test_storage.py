@@ -1,0 +1,34 @@
+"""What cannot be written is known before work starts, and nothing is left where it was tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specq.errors import UsageError
+from specq.storage import require_writable, require_writable_file
+from specq.workspace import check_output
+
+
+def test_a_file_that_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    require_writable_file(tmp_path / "new.csv")
+    for path in (tmp_path, tmp_path / "none" / "new.csv"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            require_writable_file(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_yet_is_made_where_files_can_be() -> None:
+    hint = "choose another"
+    with pytest.raises(UsageError, match="`/proc` cannot be written") as caught:
+        require_writable(Path("/proc/none/deeper"), hint=hint)
+    assert caught.value.hint == hint
+
+
+def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UsageError, match="file` is not a folder"):
+        check_output(tmp_path / "file" / "out", overwrite=True)
+    check_output(tmp_path / "new" / "out", overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
