@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -31,6 +32,11 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
+WEIGHTS = (".safetensors", ".gguf", ".bin")
+"""What the digest of a model looks at: blocks of every file of weights."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,26 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """The folder's generation_config.json, empty when there is none."""
     path = folder / "generation_config.json"
     return _read_object(path) if path.is_file() else {}
+
+
+def model_digest(path: Path) -> str:
+    """A digest of a model's config and weights that does not depend on where they lie.
+
+    Of large files name, size and some blocks count, not every byte: a start must not read gigabytes.
+    """
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHTS)
+    config = path / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name if path.is_dir() else ''}:{size}".encode())
+        with open(file, "rb") as handle:
+            for block in range(SAMPLES):
+                handle.seek(block * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                digest.update(handle.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specq.checkpoint import model_digest
 from specq.environment import describe_environment
 from specq.quant.kernel_choice import asks_for_kernels
 from specq.recipe import Recipe
@@ -21,9 +22,6 @@ from specq.storage import cache_dir
 PROFILES = "profiles"
 FORMAT = 3
 """Changes when old files cannot be read any more."""
-
-SAMPLES, SAMPLE_BYTES = 16, 4096
-WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 @dataclass(frozen=True)
@@ -216,26 +214,6 @@ def with_settings(recipe: Recipe, settings: Iterable[tuple[str, int | str]]) -> 
         setattr(inner, name, value)
         setattr(changed, section, inner)  # so that it counts as set where only what is set is written
     return changed
-
-
-def model_digest(path: Path) -> str:
-    """A digest of a model's config and weights that does not depend on where they lie.
-
-    Of large files name, size and some blocks count, not every byte: a start must not read gigabytes.
-    """
-    digest = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHTS)
-    config = path / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name if path.is_dir() else ''}:{size}".encode())
-        with open(file, "rb") as handle:
-            for block in range(SAMPLES):
-                handle.seek(block * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
-                digest.update(handle.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _short(value: Any) -> str:

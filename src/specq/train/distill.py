@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from specq.checkpoint import write_json
+from specq.checkpoint import model_digest, write_json
 from specq.companions import companion_files, copy_companions
 from specq.environment import describe_environment
 from specq.models.causal_lm import CausalLM
@@ -47,7 +47,6 @@ from specq.train.job import (
     fingerprint,
     load_target,
     public_settings,
-    target_digest,
 )
 from specq.train.loop import Progress, Task, train
 from specq.workspace import Workspace, check_output, open_workspace
@@ -100,7 +99,7 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     tokenizer = Tokenizer.load(job.lender.path if job.lender else job.target.path)
     longest = settings.length - 1
     prompts, held_out_ids = (encode_prompts(tokenizer, each, longest=longest) for each in (training, held_out))
-    digest = target_digest(job.target.path)
+    digest = model_digest(job.target.path)
     check_memory(
         [(spec, job.target.path, settings.length)], device=job.device, dtype=job.dtype, use_kernels=TRAINING.use_kernels
     )

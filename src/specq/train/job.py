@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ from specq.tensors import open_weights
 
 TRAINING = Engine(use_kernels=False)
 """What is trained needs gradients, and a student is cut from the target's dense matrices."""
-
-DIGEST_BYTES = 1 << 16
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -94,20 +90,6 @@ def load_target(job: Job) -> CausalLM:
     # Of the lender only embedding and head outlive this.
     lender = None if job.lender is None else load_model(job.lender.path, **place)
     return load_model(job.target.path, lender=lender, **place)
-
-
-def target_digest(path: Path) -> str:
-    """A hash of the target: of every file of weights name, size and both ends."""
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in WEIGHT_SUFFIXES)
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with open(file, "rb") as handle:
-            digest.update(handle.read(DIGEST_BYTES))
-            handle.seek(max(0, size - DIGEST_BYTES))
-            digest.update(handle.read(DIGEST_BYTES))
-    return digest.hexdigest()
 
 
 def fingerprint(job: Job, digest: str) -> dict[str, Any]:

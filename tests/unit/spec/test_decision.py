@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from factories import tiny_config, write_model
 
+from specq.checkpoint import model_digest
 from specq.recipe import Recipe
 from specq.spec import decision
-from specq.spec.decision import FORMAT, Decision, Level, ProfileKey, model_digest, with_settings
+from specq.spec.decision import FORMAT, Decision, Level, ProfileKey, with_settings
 
 CHOSEN = Decision(
     pipeline="sequence",
