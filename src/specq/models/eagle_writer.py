@@ -7,7 +7,7 @@ what rounding costs is acceptance, never the text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,7 @@ def pack_head(
             f"`{odd[0]}` of the head is {list(tensors[odd[0]].shape)}: 4 bits need multiples of 8",
             hint="leave the head in 16 bits",
         )
-    columns = [tensors[name].shape[1] for name in packable]
-    fitting = [size for size in GROUP_SIZES if all(count % size == 0 for count in columns)]
-    size = group_size or next(iter(fitting), GROUP_SIZES[-1])
+    size = group_size or fitting_group([tensors[name].shape[1] for name in packable])
     packed = {name: tensor for name, tensor in tensors.items() if name not in packable}
     for name in packable:
         weight = round_to_nearest(tensors[name].float(), Grid(size))
@@ -77,6 +75,12 @@ def pack_head(
         "sym": True,
         "checkpoint_format": FORMAT,
     }
+
+
+def fitting_group(columns: Collection[int]) -> int:
+    """The group size of matrices with so many inputs: the largest that divides all of them, else the smallest."""
+    fitting = (size for size in GROUP_SIZES if all(count % size == 0 for count in columns))
+    return next(fitting, GROUP_SIZES[-1])
 
 
 def is_packable(name: str, tensor: Tensor) -> bool:

@@ -18,15 +18,23 @@ from specq.errors import UnsupportedError
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import HeadSpec
 from specq.models.eagle_files import HeadFiles
+from specq.models.eagle_writer import fitting_group
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 from specq.quant.linear import DenseLinear
 from specq.recipe import DistillSection
 from specq.train.batch import BatchedForward, attend_batch, share_heads, table_rows
 from specq.train.data import Batch
+from specq.train.rounded_linear import RoundedLinear
 from specq.train.soft_loss import Teacher, soft_cross_entropy
 
 INIT_STD = 0.02
+ROUNDED_PART = 0.35
+"""The last part of training, in which a head that is stored in 4 bits learns on the numbers that these hold."""
+
+SETTLE_EVERY = 16
+"""Steps between two searches of scales, which take as long as a step."""
+
 DOWN = "layers.0.mlp.down_proj.weight"
 MLP_SIDES = {"layers.0.mlp.gate_proj.weight": 0, "layers.0.mlp.up_proj.weight": 0, DOWN: 1}
 """The dimension of each of the MLP's matrices that is its width."""
@@ -82,11 +90,14 @@ class HeadTask:
         if start is not None:
             _take_over(self._modules, start, target.spec)
         self._modules.requires_grad_()
+        self._settled = 0
         self.parameters = dict(self._modules.named_parameters())
 
-    def loss(self, batch: Batch, draws: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+    def loss(self, batch: Batch, draws: torch.Generator, *, done: float) -> tuple[Tensor, list[Tensor]]:
         """See Task. A batch position p is learnt by row p - 1, which pairs id p with the feature before it."""
         settings = self.settings
+        if settings.bits == 4 and done >= 1 - ROUNDED_PART:
+            self._settle()
         tokens = batch.tokens.to(self.target.device)
         # Chosen before they are on the device: how many are left is then no question to it.
         positions = batch.positions[batch.positions % tokens.shape[1] > 0].to(self.target.device)
@@ -106,6 +117,15 @@ class HeadTask:
             total, weights = total + weight * loss, weights + weight
             agreement.append(agreed)
         return total / weights, agreement
+
+    def _settle(self) -> None:
+        """Move the matrices to their 4-bit numbers, every SETTLE_EVERY-th time."""
+        if self._settled % SETTLE_EVERY == 0:
+            products = [module for module in self._modules.modules() if isinstance(module, RoundedLinear)]
+            size = fitting_group([product.weight.shape[1] for product in products])
+            for product in products:
+                product.settle(size)
+        self._settled += 1
 
     def _unroll(self, tokens: Tensor, features: Tensor) -> list[Tensor]:
         """Predicted features [batch, length, hidden] of each depth; row i holds the one after id i + 1."""
@@ -175,9 +195,9 @@ def _new_head(target: CausalLM, *, width: int, seed: int) -> _HeadModules:
     """A head of random weights, its attention shaped as that of the target's own layers."""
     spec, draws = target.spec, torch.Generator().manual_seed(seed)
 
-    def linear(rows: int, columns: int, std: float = INIT_STD) -> DenseLinear:
+    def linear(rows: int, columns: int, std: float = INIT_STD) -> RoundedLinear:
         weight = torch.randn(rows, columns, generator=draws) * std
-        return DenseLinear(weight.to(target.device, target.dtype))
+        return RoundedLinear(weight.to(target.device, target.dtype))
 
     head = HeadSpec(
         hidden=spec.hidden,

@@ -67,7 +67,7 @@ class IntermediateTask:
         for parameter in self.parameters.values():
             parameter.requires_grad_()
 
-    def loss(self, batch: Batch, draws: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+    def loss(self, batch: Batch, draws: torch.Generator, *, done: float) -> tuple[Tensor, list[Tensor]]:
         """See Task."""
         tokens, positions = batch.tokens.to(self.target.device), batch.positions.to(self.target.device)
         with torch.no_grad():

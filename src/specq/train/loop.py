@@ -27,8 +27,8 @@ class Task(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
 
-    def loss(self, batch: Batch, draws: torch.Generator) -> tuple[Tensor, list[Tensor]]:
-        """(loss, top-1 agreement with the target by depth)."""
+    def loss(self, batch: Batch, draws: torch.Generator, *, done: float) -> tuple[Tensor, list[Tensor]]:
+        """(loss, top-1 agreement with the target by depth); `done` is the part of training that is behind."""
         ...
 
 
@@ -86,11 +86,11 @@ def train(
     began, saved = perf_counter() - progress.seconds, perf_counter()
     recent: list[Tensor] = []
     for batch in source.batches(progress.step):
-        if progress.done(settings) >= 1.0:
+        if (done := progress.done(settings)) >= 1.0:
             break
-        rate = learning_rate(settings, progress.done(settings))
+        rate = learning_rate(settings, done)
         draws = torch.Generator(device).manual_seed((settings.seed << 32) + progress.step)
-        loss, agreement = task.loss(batch, draws)
+        loss, agreement = task.loss(batch, draws, done=done)
         loss.backward()
         recent.append(torch.stack((loss.detach(), *agreement)))
         optimizer.step(rate)

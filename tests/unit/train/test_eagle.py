@@ -73,7 +73,7 @@ def test_unrolled_rows_are_the_states_the_head_drafts_with(target, tmp_path) -> 
 def test_loss_is_the_two_losses_weighted_by_depth(target) -> None:
     settings = DistillSection(unroll=2, unroll_decay=0.5, feature_weight=0.3, ce_weight=0.7, noise=0.0)
     task = HeadTask(target, settings)
-    loss, agreement = task.loss(batch(), torch.Generator().manual_seed(0))
+    loss, agreement = task.loss(batch(), torch.Generator().manual_seed(0), done=0.0)
     tokens = pad(TEXTS)
     features = BatchedForward(target).states(tokens)
     parts = []
@@ -162,6 +162,25 @@ def test_a_head_may_be_wider_than_the_target_and_grows_without_a_change(target, 
     assert bool(gate[-24:].any())  # or what was gained could never learn
     with pytest.raises(UnsupportedError, match="training cannot begin with this head"):
         HeadTask(target, DistillSection(), start=HeadFiles(tmp_path / "wide"))
+
+
+def test_a_head_for_4_bits_ends_its_training_on_the_numbers_of_its_file(target, tmp_path) -> None:
+    task = HeadTask(target, DistillSection(bits=4, noise=0.0))
+    features, tokens = BatchedForward(target).states(pad(TEXTS)), pad(TEXTS)
+    with torch.no_grad():
+        exact = task._unroll(tokens, features)
+        task.loss(batch(), torch.Generator().manual_seed(0), done=0.5)
+        assert all(torch.equal(a, b) for a, b in zip(exact, task._unroll(tokens, features), strict=True))
+    loss, _ = task.loss(batch(), torch.Generator().manual_seed(0), done=0.9)
+    loss.backward()
+    assert all(bool(parameter.grad.any()) for parameter in task.parameters.values())
+    write_head(tmp_path, task.tensors(), task.config, bits=4)
+    head, ids = load_head(tmp_path, target), TEXTS[0]
+    with torch.inference_mode():
+        stored = head(chain(ids[1:]), features[0, : len(ids) - 1], head.new_cache(16))
+        trained = task._unroll(tokens, features)[0][0, : len(ids) - 1]
+    torch.testing.assert_close(trained, stored)
+    assert float((trained - exact[0][0, : len(ids) - 1]).abs().max()) > 1e-3
 
 
 def test_trimmed_head_maps_its_ids_to_the_targets(target, tmp_path) -> None:

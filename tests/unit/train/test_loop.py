@@ -101,7 +101,7 @@ def test_master_weights_keep_updates_too_small_for_bfloat16(tmp_path) -> None:
         def __init__(self) -> None:
             self.parameters = {"w": nn.Parameter(torch.ones(1, dtype=torch.bfloat16))}
 
-        def loss(self, batch, draws):
+        def loss(self, batch, draws, *, done):
             return self.parameters["w"].sum().float(), []
 
     task = Slope()
