@@ -16,6 +16,8 @@ from specq.errors import DiskFullError, UsageError
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
+CACHE_HINT = "set SPECQ_CACHE to a folder of yours"
+
 # called with a line that says what is going on, several times a second while bytes come
 Progress = Callable[[str], None]
 
@@ -75,7 +77,7 @@ def require_writable(folder: Path, *, hint: str) -> None:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise UsageError(f"`{folder}` is not a folder", hint=hint)
+        raise UsageError(f"`{folder}` cannot be written: it is not a folder", hint=hint)
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -104,6 +106,7 @@ def build_folder(destination: Path, build: Callable[[Path], None]) -> Path:
     if destination.is_dir():
         return destination
     prefix = f".{destination.name}.part-"
+    require_writable(destination.parent, hint=CACHE_HINT)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         # a lock of the kernel: it is gone when its holder is killed
@@ -131,7 +134,7 @@ def build_folder(destination: Path, build: Callable[[Path], None]) -> Path:
         if error.errno in NOT_WRITABLE:
             raise UsageError(
                 f"`{destination.parent}` cannot be written: {error.strerror}",
-                hint="set SPECQ_CACHE to a folder of yours",
+                hint=CACHE_HINT,
             ) from error
         raise
     return destination

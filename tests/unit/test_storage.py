@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specq.errors import UsageError
-from specq.storage import require_writable, require_writable_file
+from specq.storage import build_folder, require_writable, require_writable_file
 from specq.workspace import check_output
 
 
@@ -28,7 +28,13 @@ def test_a_folder_that_is_not_there_yet_is_made_where_files_can_be() -> None:
 
 def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(UsageError, match="file` is not a folder"):
+    with pytest.raises(UsageError, match="file` cannot be written: it is not a folder"):
         check_output(tmp_path / "file" / "out", overwrite=True)
     check_output(tmp_path / "new" / "out", overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_cache_that_cannot_be_made_is_one_message() -> None:
+    with pytest.raises(UsageError, match="`/proc` cannot be written") as caught:
+        build_folder(Path("/proc/cache/demo"), lambda folder: None)
+    assert "SPECQ_CACHE" in str(caught.value.hint)
