@@ -60,7 +60,8 @@ class Acceptance:
 
     `lookup_share` is the share of rounds in which lookup found something to draft. `inner` is the intermediate's
     acceptance of its own head's trees; what the target accepts of the outcome is `sequence`. `qspec` are the target's
-    own chains by the bits of their activations.
+    own chains by the bits of their activations. `scale` multiplies what a pipeline's drafts are expected to have
+    accepted, where whole answers told more than the rounds these rates rest on.
     """
 
     sequence: Rates | None = None
@@ -69,6 +70,7 @@ class Acceptance:
     eagle2: Mapping[Tree, Rates] = field(default_factory=dict)
     inner: Mapping[Tree, Rates] = field(default_factory=dict)
     qspec: Mapping[int, Rates] = field(default_factory=dict)
+    scale: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def none_of_it(self) -> Acceptance:
@@ -97,6 +99,7 @@ class Acceptance:
             "eagle2": trees(self.eagle2),
             "hierarchical_inner": trees(self.inner),
             "qspec": [{"act_bits": bits, **rates.record()} for bits, rates in sorted(self.qspec.items())],
+            "scale": dict(self.scale),
         }
 
 

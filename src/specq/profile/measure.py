@@ -46,6 +46,8 @@ class Grid:
     head_bits: tuple[int, ...] = (16,)
     act_bits: tuple[int, ...] = ()
     """Of the activations that the target drafts for itself with; none where it cannot."""
+    coarse_top_ks: tuple[int, ...] = ()
+    """Widths that are drafted with every precision of the draft head; the others with 16 bits only."""
     most_run: int | None = None
     """Nodes that a head runs at most in one drafting; None where any number is worth a try."""
 
@@ -94,11 +96,15 @@ class Grid:
             prefill,
             head_bits=head_bits,
             act_bits=act_bits,
+            coarse_top_ks=tuple({max(top_ks), tree.top_k if tree else max(top_ks)}),
             most_run=most_run,
         )
 
-    def can_draft(self, depth: int, top_k: int) -> bool:
+    def can_draft(self, depth: int, top_k: int, head_bits: int) -> bool:
         """Whether draftings of this shape are timed."""
+        is_coarse = head_bits != 16
+        if is_coarse and top_k not in self.coarse_top_ks:
+            return False
         return self.most_run is None or (depth - 1) * top_k <= self.most_run
 
     def at(self, context: int) -> Grid:
@@ -192,9 +198,10 @@ def drafted_trees(grid: Grid) -> list[Tree]:
         for top_k in grid.top_ks
         for depth in grid.depths
         for nodes in grid.trees
-        if top_k > 1 and depth < nodes <= 1 + top_k + (depth - 1) * top_k**2 and grid.can_draft(depth, top_k)
+        if top_k > 1 and depth < nodes <= 1 + top_k + (depth - 1) * top_k**2
     ]
-    return [tree._replace(head_bits=bits) for bits in grid.head_bits for tree in chains + trees]
+    every = [tree._replace(head_bits=bits) for bits in grid.head_bits for tree in chains + trees]
+    return [tree for tree in every if grid.can_draft(*tree[1:])]
 
 
 def _jobs(
@@ -217,7 +224,7 @@ def _jobs(
                 # What fewer bits save does not depend on the context: one is enough.
                 bits = grid.head_bits if context == contexts[0] else (16,)
                 for shape in product(grid.depths, grid.top_ks, bits):
-                    if not grid.can_draft(*shape[:2]):
+                    if not grid.can_draft(*shape):
                         continue
                     job = _drafting(head, verifier, text, context, Tree(MAX_NODES, *shape))
                     yield DraftKey(f"{role}_head", context, *shape), job

@@ -149,7 +149,10 @@ def predict(costs: CostModel, candidate: Candidate, round_: Round, *, context: f
 
 
 def plain_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
-    yield Candidate("plain"), _round(costs, "plain", 1.0, 0.0, Cost(0.0), costs.steps["target"].step(1, context))
+    yield (
+        Candidate("plain"),
+        _round(costs, acceptance, "plain", 0.0, 0.0, Cost(0.0), costs.steps["target"].step(1, context)),
+    )
 
 
 def lookup_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
@@ -167,8 +170,9 @@ def lookup_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> P
             Candidate("lookup", (("pipeline.draft_length", length),)),
             _round(
                 costs,
+                acceptance,
                 "lookup",
-                1 + share * rates.accepted(length),
+                share * rates.accepted(length),
                 share * rates.error(length),
                 draft,
                 verify,
@@ -189,7 +193,7 @@ def sequence_rounds(costs: CostModel, acceptance: Acceptance, context: float) ->
         verify = costs.steps["target"].step(length + 1, context)
         yield (
             Candidate("sequence", (("pipeline.draft_length", length),)),
-            _round(costs, "sequence", 1 + rates.accepted(length), rates.error(length), draft, verify),
+            _round(costs, acceptance, "sequence", rates.accepted(length), rates.error(length), draft, verify),
         )
 
 
@@ -203,7 +207,7 @@ def eagle2_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> P
         verify = target.step(tree.nodes, context, form=form)
         yield (
             Candidate("eagle2", tree_settings(tree)),
-            _round(costs, "eagle2", 1 + rates.accepted(tree.depth), rates.error(tree.depth), draft, verify),
+            _round(costs, acceptance, "eagle2", rates.accepted(tree.depth), rates.error(tree.depth), draft, verify),
         )
 
 
@@ -231,10 +235,13 @@ def hierarchical_rounds(costs: CostModel, acceptance: Acceptance, context: float
                 + late.times(whole)
             )
             verify = _mean(target, lengths, context)
-            tokens = 1 + sum(chance * outer.accepted(length) for length, chance in lengths.items())
+            accepted = sum(chance * outer.accepted(length) for length, chance in lengths.items())
             error = math.hypot(outer.error(longest), _length_error(rates, tree.depth, outer, min_draft))
             settings = (*tree_settings(tree), ("pipeline.min_draft", min_draft))
-            yield Candidate("hierarchical", settings), _round(costs, "hierarchical", tokens, error, draft, verify)
+            yield (
+                Candidate("hierarchical", settings),
+                _round(costs, acceptance, "hierarchical", accepted, error, draft, verify),
+            )
 
 
 def qspec_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Predicted:
@@ -251,7 +258,7 @@ def qspec_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Pr
             verify = costs.steps["target"].step(length + 1, context)
             yield (
                 Candidate("qspec", self_settings(length, bits)),
-                _round(costs, "qspec", 1 + rates.accepted(length), rates.error(length), draft, verify),
+                _round(costs, acceptance, "qspec", rates.accepted(length), rates.error(length), draft, verify),
             )
 
 
@@ -288,6 +295,21 @@ def with_real_rounds(costs: CostModel, acceptance: Acceptance, seen: Sequence[Me
     return replace(costs, loop_ms=loop_ms, extra_ms=extra_ms, first_ms=first_ms)
 
 
+def with_real_answers(costs: CostModel, acceptance: Acceptance, seen: Sequence[Measured]) -> Acceptance:
+    """The acceptance scaled, pipeline by pipeline, so that what ran on more prompts is predicted to accept as it did.
+
+    Of several candidates of a pipeline the median counts.
+    """
+    bare = replace(acceptance, scale={})
+    factors: dict[str, list[float]] = {}
+    for each in seen:
+        name = each.candidate.pipeline
+        expected = dict(PREDICTORS[name](costs, bare, each.context)).get(each.candidate)
+        if expected is not None and expected.tokens > 1 and each.prompts:
+            factors.setdefault(name, []).append((each.accept_len - 1) / (expected.tokens - 1))
+    return replace(acceptance, scale={name: median(values) for name, values in factors.items()})
+
+
 def form_of(tree: Tree) -> str:
     """How a tree is verified: with one child a node it is a sequence."""
     return SEQUENCE if tree.top_k == 1 else TREE
@@ -315,8 +337,9 @@ def draft_lengths(chances: Sequence[float], at_least: int) -> tuple[float, dict[
 
 def _round(
     costs: CostModel,
+    acceptance: Acceptance,
     pipeline: str,
-    tokens: float,
+    accepted: float,
     error: float,
     draft: Cost,
     verify: Cost,
@@ -324,8 +347,9 @@ def _round(
     drafting: Cost | None = None,
 ) -> Round:
     loop = Cost(costs.loop_ms + costs.extra_ms.get(pipeline, 0.0))
-    first_ms = costs.first_ms.get(pipeline, 0.0)
-    return Round(tokens, error, draft, verify, loop, (drafting or draft + verify) + loop, first_ms)
+    first_ms, scale = costs.first_ms.get(pipeline, 0.0), acceptance.scale.get(pipeline, 1.0)
+    whole = (drafting or draft + verify) + loop
+    return Round(1 + scale * accepted, scale * error, draft, verify, loop, whole, first_ms)
 
 
 def tree_settings(tree: Tree) -> tuple[tuple[str, int], ...]:

@@ -31,6 +31,7 @@ from specq.profile.predict import (
     Measured,
     self_settings,
     tree_settings,
+    with_real_answers,
     with_real_rounds,
 )
 from specq.profile.result import Profile
@@ -240,6 +241,7 @@ class _Run:
             profile.measured = self._remeasure(first, self.setting)
             verdict = settle(first, profile.measured)
             profile.costs = with_real_rounds(profile.costs, acceptance, profile.measured)
+            profile.acceptance = acceptance = with_real_answers(profile.costs, acceptance, profile.measured)
             profile.plan = self._plan(context)
         profile.other_plans = [self._plan(context) for context in self.grid.contexts]
         profile.verdict = verdict

@@ -24,7 +24,7 @@ from specq.profile.measure import (
     tree_of,
 )
 from specq.profile.observe import Mute, Observation, Run, Setting, observe, remeasure
-from specq.profile.predict import Candidate, qspec_rounds, self_settings, tree_settings
+from specq.profile.predict import SELF, Candidate, qspec_rounds, self_settings, tree_settings
 from specq.profile.split import kind_of, split_steps
 from specq.profile.timing import FEWEST_ROUNDS, Samples, measure, stability_notes
 from specq.recipe import Recipe
@@ -135,8 +135,10 @@ def test_the_grid_of_a_gpu_holds_every_bucket_and_no_context_past_the_recipe() -
 
 def test_a_gpu_tries_no_tree_that_its_drafting_kernels_cannot_hold_unless_it_is_asked_for() -> None:
     for tree, has in ((None, False), (Tree(60, 8, 10), True)):
-        trees = drafted_trees(Grid.of(torch.device("cuda"), context=2048, tree=tree))
+        trees = drafted_trees(Grid.of(torch.device("cuda"), context=2048, tree=tree, head_bits=(16, 4)))
+        assert Tree(64, 6, 10, 4) in trees
         assert (Tree(64, 8, 10) in trees) == has
+        assert all(tree.top_k == 10 for tree in trees if tree.head_bits != 16)
         assert Tree(64, 6, 10) in trees
 
 
@@ -237,10 +239,11 @@ def test_the_target_is_timed_and_observed_drafting_for_itself(parts: Parts) -> N
     observe(setting(parts), PROMPTS, [task], found, seconds=60)
     acceptance = found.acceptance([], {}, Tree(16, 3, 4))
     assert acceptance.qspec[8].rates == (1.0,) * 8
-    costs = replace(cost_model(samples), steps={"target": cost_model(samples).steps["target"]})
-    rounds = {each.settings: round_ for each, round_ in qspec_rounds(costs, acceptance, 20)}
-    assert set(rounds) == {self_settings(length, 8) for length in range(1, 8)}  # 8 of them verify 9 rows, not timed
-    assert rounds[self_settings(7, 8)].draft.ms > 3 * rounds[self_settings(1, 8)].draft.ms
+    costs = cost_model(samples)
+    assert set(costs.drafting[SELF]) == {(length, 1, 8) for length in SELF_LENGTHS}
+    rounds = dict(qspec_rounds(costs, acceptance, 20))
+    sizes = {each.settings for each in rounds}
+    assert sizes == {self_settings(length, 8) for length in range(1, 8)}  # 8 of them verify 9 rows, not timed
 
 
 def test_lookup_that_found_nothing_is_known_to_find_nothing(parts: Parts) -> None:

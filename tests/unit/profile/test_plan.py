@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from specq.profile.acceptance import Acceptance, Rates
 from specq.profile.cost import CostModel, StepCurve, Timing, Tree
 from specq.profile.plan import MODELS_OF, Plan, explain, levels, plan, settle
-from specq.profile.predict import PREDICTORS, SELF, Candidate, Measured, draft_lengths, with_real_rounds
+from specq.profile.predict import (
+    PREDICTORS,
+    SELF,
+    Candidate,
+    Measured,
+    draft_lengths,
+    with_real_answers,
+    with_real_rounds,
+)
 from specq.spec.pipelines import PIPELINES
 
 CONTEXT = 256
@@ -150,6 +158,24 @@ def test_rounds_that_overlap_their_parts_cost_less_than_them() -> None:
     acceptance = Acceptance(eagle2={TREE: rates(0.8)})
     found = with_real_rounds(costs, acceptance, [Measured(tree, 1.0, 1.0, 1.0, 0.0, 4, CONTEXT, 13.5, 0.0)])
     assert {p.candidate: p.round_ms for p in make_plan(found, acceptance).ranking}[tree] == pytest.approx(13.5)
+
+
+def test_what_whole_answers_accepted_scales_what_was_expected() -> None:
+    costs = with_head(steps(FLAT), draft_ms=2.0)
+    acceptance = Acceptance(eagle2={TREE: rates(0.5)})
+    tree = Candidate("eagle2", (*TREE_KEYS, ("drafter.head_bits", 16)))
+    ran = [
+        Measured(tree, 1.0, 2.5, 1.0, 0.0, 9, CONTEXT, 14.0, 0.0),
+        Measured(Candidate("plain"), 1.0, 1.0, 1.0, 0.0, 9, CONTEXT, 10.0, 0.0),
+    ]
+    found = with_real_answers(costs, acceptance, ran)
+    assert set(found.scale) == {"eagle2"}
+    planned = {p.candidate: p for p in make_plan(costs, found).ranking}
+    assert planned[tree].accept_len == pytest.approx(2.5)
+    assert planned[Candidate("plain")].accept_len == 1.0
+    assert with_real_answers(costs, found, ran).scale == found.scale  # from the bare rates, not on top
+    unseen = [replace(ran[0], prompts=0)]
+    assert with_real_answers(costs, acceptance, unseen).scale == {}
 
 
 def test_a_short_answer_pays_for_its_first_round_and_for_a_last_one_that_is_cut() -> None:
