@@ -26,13 +26,16 @@ from specq_kernels.peers import GROUP
 from specq_kernels.timing import graph_us, require_cuda
 from specq_kernels.tune import LAYERS, random_w4
 from specq_kernels.w4_layout import W4Weight
-from specq_kernels.w4a8 import product_of, round_codes, w4a8
+from specq_kernels.w4a8 import Codes, product_of, round_codes, w4a8
 from specq_kernels.w4a16 import w4a16
 
 ROWS = (1, 4, 8, 16, 32, 64)
 CHANCES = (0.9, 0.95, 0.97, 0.99)
 DRAFTS = (1, 2, 3, 5)
 SPLITS = (1, 2, 3, 4, 6, 8)
+LANES = ((2, 1), (4, 1), (4, 2), (4, 4), (8, 4), (16, 4), (8, 8), (16, 8), (32, 8))
+"""Of one row: groups of 128 a pass, warps."""
+
 TILES = {  # by rows: columns, warps, stages
     16: ((64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 3), (128, 8, 4), (256, 8, 3)),
     32: ((64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (128, 8, 4), (256, 8, 3)),
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile, default 8")
     options = parser.parse_args(arguments)
     require_cuda("the benchmark")
-    compile_all(sorted({row_bucket(rows) for rows in options.rows}), options.jobs)
+    compile_all(sorted({1 if rows == 1 else row_bucket(rows) for rows in options.rows}), options.jobs)
     print(f"{device_name(0)}, torch {torch.__version__}, triton {triton.__version__}, bf16, groups of {GROUP}, "
           f"symmetric, median of 5")  # fmt: skip
     print(f"{'shape':<26}{'rows':>5}{'w4a16':>9}{'w4a8':>9}{'r':>7}{'whole':>9}{'r whole':>9}  tiles")
@@ -71,7 +74,7 @@ def bench_layer(model: str, rows: Sequence[int]) -> None:
         best: dict[int, configs.Config] = {}
         for m in rows:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            bucket = row_bucket(m)
+            bucket = 1 if m == 1 else row_bucket(m)
             if bucket not in best:
                 best[bucket] = fastest(weights, x)
             out = x.new_empty(m, n)
@@ -94,36 +97,46 @@ def fastest(weights: Sequence[W4Weight], x: torch.Tensor) -> configs.Config:
     """The tiles and split that this product of x's number of rows is fastest with."""
     out, codes = x.new_empty(x.shape[0], weights[0].shape[0]), round_codes(x, weights[0], bits=8)
     found: list[tuple[float, configs.Config]] = []
-    for (block_n, warps, stages), split in product(TILES[codes[0].shape[0]], SPLITS):
-        config = {"split": split, "block_n": block_n, "warps": warps, "stages": stages}
-        is_sensible = 60 < weights[0].padded[0] // block_n * split < 1200
-        if is_sensible and weights[0].padded[0] % block_n == 0 and fits(codes, weights[0], out, config):
+    for config in candidates(x.shape[0], SPLITS):
+        columns = config.get("block_n", 16)
+        programs = weights[0].padded[0] // columns * config.get("split", 1)
+        is_sensible = x.shape[0] == 1 or 60 < programs < 1200
+        if is_sensible and weights[0].padded[0] % columns == 0 and fits(codes, weights[0], out, config):
             calls = [partial(product_of, codes, w, out, config=config) for w in weights]
             found.append((graph_us(calls, repeats=3, target_us=300), config))
     return min(found, key=lambda each: each[0])[1]
 
 
-def fits(codes: tuple[torch.Tensor, ...], weight: W4Weight, out: torch.Tensor, config: configs.Config) -> bool:
+def candidates(rows: int, splits: Sequence[int]) -> list[configs.Config]:
+    """What is tried for so many rows."""
+    if rows == 1:
+        return [{"groups": groups, "warps": warps} for groups, warps in LANES]
+    return [
+        {"split": split, "block_n": block_n, "warps": warps, "stages": stages}
+        for (block_n, warps, stages), split in product(TILES[row_bucket(rows)], splits)
+    ]
+
+
+def fits(codes: Codes, weight: W4Weight, out: torch.Tensor, config: configs.Config) -> bool:
     """Whether the device has the shared memory for these tiles."""
     try:
-        product_of(codes, weight, out, config=config)  # type: ignore[arg-type]
+        product_of(codes, weight, out, config=config)
     except triton.runtime.errors.OutOfResources:
         return False
     return True
 
 
-def compile_all(buckets: Sequence[int], jobs: int) -> None:
+def compile_all(rows: Sequence[int], jobs: int) -> None:
     """Fill Triton's cache from several processes, so that measuring waits for no compiler."""
-    todo = [(rows, tile, split) for rows in buckets for tile in TILES[rows] for split in (1, 4, 8)]
+    todo = [(m, config) for m in rows for config in candidates(m, (1, 4, 8))]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile_one, todo))
 
 
-def _compile_one(task: tuple[int, tuple[int, int, int], int]) -> None:
-    rows, (block_n, warps, stages), split = task
+def _compile_one(task: tuple[int, configs.Config]) -> None:
+    rows, config = task
     weight = random_w4(256, 2048, GROUP)
     x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
-    config = {"split": split, "block_n": block_n, "warps": warps, "stages": stages}
     fits(round_codes(x, weight, bits=8), weight, x.new_empty(rows, 256), config)
 
 

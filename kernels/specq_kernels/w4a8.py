@@ -2,11 +2,14 @@
 
 x is rounded as in `round_rows`, by a kernel of its own that writes the integers; the matrix instruction multiplies
 them by the codes of the same packed weight that `w4a16` reads, 32-bit integers a group of 128, and the scales of both
-enter in fp32. So the result is that of `w4a16` on the rounded x but for the order of fp32 sums. Groups of 128, one
+enter in fp32. One row, which is what a chain is drafted with, needs no matrix instruction: lanes multiply four bytes
+at a time. So the result is that of `w4a16` on the rounded x but for the order of fp32 sums. Groups of 128, one
 level. Split-K writes fp32 partials and the last program of a tile adds them in order.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -91,18 +94,19 @@ Codes = tuple[Tensor, Tensor, Tensor]
 def round_codes(x: Tensor, weight: W4Weight, *, bits: int) -> Codes:
     """(codes, scales, sums) of x [rows, K] on its grid, as the product of this weight reads them.
 
-    codes int8 [bucket, padded K]: of every 16 columns that of 8r + 2t + j lies at 4t + 2j + r, the order in which a
-    lane of the matrix instruction finds the packed weight's. Scales, and sums of what x is rounded to, are fp32
-    [groups, bucket]. Rows beyond x's hold nothing of meaning.
+    codes int8 [bucket, padded K]: of every 64 columns that of 16b + 8r + 2t + j lies at 16b + 4t + 2j + r, where the
+    matrix instruction has a lane's codes of the packed weight; of one row at 16t + 4b + 2j + r, as lanes load them.
+    Scales, and sums of what x is rounded to, are fp32 [groups, bucket]. Rows beyond x's hold nothing of meaning.
     """
-    rows, padded_k, bucket = x.shape[0], weight.padded[1], row_bucket(x.shape[0])
+    rows, padded_k = x.shape[0], weight.padded[1]
+    bucket = 1 if rows == 1 else row_bucket(rows)
     codes = torch.empty(bucket, padded_k, dtype=torch.int8, device=x.device)
     scales, sums = torch.empty(2, padded_k // GROUP, bucket, dtype=torch.float32, device=x.device).unbind()
     early = has_dependent_launch(x)
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
     _round_codes_kernel[(rows, triton.cdiv(padded_k, BLOCK))](
         x, codes, scales, sums, x.shape[1], padded_k, MOST=MOST[bits], SCALE_BITS=SCALE_BITS[bits], STRIDE=bucket,
-        BLOCK=BLOCK, EARLY=early, **options,
+        BY_LANE=rows == 1, BLOCK=BLOCK, EARLY=early, **options,
     )  # fmt: skip
     return codes, scales, sums
 
@@ -111,7 +115,8 @@ def round_codes_ref(x: Tensor, weight: W4Weight, *, bits: int) -> Codes:
     """The definition, for x's rows only: codes [rows, padded K], scales and sums [groups, rows]."""
     padded = torch.nn.functional.pad(x, (0, weight.padded[1] - x.shape[1]))
     integers, scales = integers_ref(padded, bits=bits)
-    order = integers.flatten(1).unflatten(1, (-1, 2, 4, 2)).permute(0, 1, 3, 4, 2)  # of 16: r t j to t j r
+    order = integers.flatten(1).unflatten(1, (-1, 4, 2, 4, 2))  # of 64: kb r t j
+    order = order.permute(0, 1, 4, 2, 5, 3) if x.shape[0] == 1 else order.permute(0, 1, 2, 4, 5, 3)
     return order.flatten(1).to(torch.int8), scales[..., 0].T, (integers.sum(-1) * scales[..., 0]).T
 
 
@@ -127,19 +132,31 @@ def product_of(
     """Fill `out` [rows, N] with the product of x's codes."""
     (codes, scales, sums), (padded_n, padded_k) = x, weight.padded
     bucket = codes.shape[0]
+    terms = (bias if bias is not None else out, residual if residual is not None else out)
+    flags: dict[str, Any] = {
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "SILU": weight.is_gate_up,
+    }
+    flags |= {"FORM": FORMS.index(weight.form), "SCALE_FP16": weight.scale_dtype == torch.float16}
+    flags |= {"PTX": out.is_cuda and torch.version.cuda is not None, "EARLY": has_dependent_launch(out)}
+    if bucket == 1:
+        chosen = config or {"groups": 4, "warps": 4}
+        _w4a8_row_kernel[(padded_n // 16,)](
+            codes.view(torch.int32), weight.packed, weight.meta, scales, sums, *terms, out, out.shape[1], padded_n,
+            padded_k, GROUPS=chosen["groups"], STRIDE=1, **flags,
+            **configs.launch_options(chosen, early=flags["EARLY"]),
+        )  # fmt: skip
+        return
     chosen = config or default_config(out, padded_n, padded_k)
     block_n, split = chosen["block_n"], max(1, min(chosen["split"], padded_k // 256))
     tiles = padded_n // block_n
     partials = torch.empty(split * bucket * padded_n if split > 1 else 1, dtype=torch.float32, device=out.device)
-    early = has_dependent_launch(out)
     _w4a8_kernel[(tiles * split,)](
-        codes, weight.packed.view(torch.int8), weight.meta, scales, sums, bias if bias is not None else out,
-        residual if residual is not None else out, out, partials, weight.counters, out.shape[0], out.shape[1],
-        padded_n, padded_k, tiles, split, FORM=FORMS.index(weight.form),
-        SCALE_FP16=weight.scale_dtype == torch.float16, BLOCK_N=block_n, BLOCK_M=bucket,
-        MOST=configs.split_bound(split), STAGES=chosen["stages"], HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up,
-        PTX=out.is_cuda and torch.version.cuda is not None, EARLY=early, **configs.launch_options(chosen, early=early),
+        codes, weight.packed.view(torch.int8), weight.meta, scales, sums, *terms, out, partials, weight.counters,
+        out.shape[0], out.shape[1], padded_n, padded_k, tiles, split, BLOCK_N=block_n, BLOCK_M=bucket,
+        MOST=configs.split_bound(split), STAGES=chosen["stages"], **flags,
+        **configs.launch_options(chosen, early=flags["EARLY"]),
     )  # fmt: skip
 
 
@@ -153,7 +170,8 @@ def default_config(out: Tensor, n: int, k: int) -> configs.Config:
 @triton.jit
 def _round_codes_kernel(
     x_ptr, code_ptr, scale_ptr, sums_ptr, k, padded_k,
-    MOST: tl.constexpr, SCALE_BITS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, SCALE_BITS: tl.constexpr, STRIDE: tl.constexpr, BY_LANE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one row a program; x [rows, k], codes [STRIDE, padded_k], scales and sums [groups, STRIDE]."""
     if EARLY:
@@ -164,7 +182,8 @@ def _round_codes_kernel(
     offs = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * k + offs, mask=offs < k, other=0.0).to(tl.float32)
     integers, scale = grid_of(tl.reshape(x, (BLOCK // 128, 128)), MOST, SCALE_BITS)
-    order = tl.trans(tl.reshape(integers, (BLOCK // 16, 2, 4, 2)), 0, 2, 3, 1)
+    order = tl.reshape(integers, (BLOCK // 64, 4, 2, 4, 2))  # of 64: kb r t j
+    order = tl.trans(order, 0, 3, 1, 4, 2) if BY_LANE else tl.trans(order, 0, 1, 3, 4, 2)
     tl.store(
         code_ptr + row.to(tl.int64) * padded_k + offs, tl.reshape(order, (BLOCK,)).to(tl.int8), mask=offs < padded_k
     )
@@ -173,6 +192,105 @@ def _round_codes_kernel(
     scale = tl.reshape(scale, (BLOCK // 128,))
     tl.store(scale_ptr + at, scale, mask=offs_g < padded_k // 128)
     tl.store(sums_ptr + at, tl.sum(integers, 1) * scale, mask=offs_g < padded_k // 128)
+
+
+@triton.jit
+def _dot4(a, b, c, PTX: tl.constexpr):
+    """c plus the products of four unsigned bytes of a with four signed ones of b, all int32."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+    for i in tl.static_range(4):
+        c += ((a >> (8 * i)) & 255) * ((b << (24 - 8 * i)) >> 24)
+    return c
+
+
+@triton.jit
+def _w4a8_row_kernel(
+    x_ptr, w_ptr, meta_ptr, scale_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, n_out, padded_n, padded_k,
+    FORM: tl.constexpr, SCALE_FP16: tl.constexpr, GROUPS: tl.constexpr, STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """16 columns of the product with one row a program; bytes are multiplied four at a time, without matrix unit.
+
+    x int32 [padded_k / 4] in the order of a lane (`round_codes`), w and meta as in w4_layout: of 64 k a lane has four
+    words, whose low nibbles are of a column h = 0 and whose high ones of h = 1. Each pass takes GROUPS of 128 k, the
+    words of the next are asked for before this one's are multiplied.
+    """
+    WORDS: tl.constexpr = 1 if FORM == 0 else 2  # of a step of 256 k
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.program_id(0)
+    groups = padded_k // 128
+    at = tl.arange(0, GROUPS * 128)
+    w_ptrs = w_ptr + tile.to(tl.int64) * (padded_k * 2) + (at // 128) * 256 + at % 128
+    x_ptrs = x_ptr + (at // 128) * 32 + at % 16
+    inside = at // 128 < groups
+    c0 = tl.load(w_ptrs, mask=inside, other=0)  # weights do not depend on the kernel before
+    c1 = tl.load(w_ptrs + 128, mask=inside, other=0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    offs_g = tl.arange(0, GROUPS)
+    column = tile * 16 + tl.arange(0, 32) // 4
+    # Zeros in the layout of the sums below: others would pass through shared memory in every pass.
+    acc_low = tl.sum(tl.reshape(c0.to(tl.float32) * 0.0, (GROUPS, 32, 4)), 2)
+    acc_high = acc_low
+    for first in range(0, groups, GROUPS):
+        inside = first + at // 128 < groups
+        x0 = tl.load(x_ptrs + first * 32, mask=inside, other=0)
+        x1 = tl.load(x_ptrs + first * 32 + 16, mask=inside, other=0)
+        low = _dot4(c0 & 0x0F0F0F0F, x0, _dot4(c1 & 0x0F0F0F0F, x1, x0 * 0, PTX), PTX)
+        high = _dot4(c0 & -0x0F0F0F10, x0, _dot4(c1 & -0x0F0F0F10, x1, x0 * 0, PTX), PTX)  # 16 times the codes
+        inside = first + GROUPS + at // 128 < groups
+        c0 = tl.load(w_ptrs + (first + GROUPS) * 256, mask=inside, other=0)
+        c1 = tl.load(w_ptrs + (first + GROUPS) * 256 + 128, mask=inside, other=0)
+        group = first + offs_g
+        is_group = group < groups
+        x_scale = tl.load(scale_ptr + group * STRIDE, mask=is_group, other=0.0)[:, None]
+        sums = (
+            tl.load(sums_ptr + group * STRIDE, mask=is_group, other=0.0)[:, None] * 0.25
+        )  # of four lanes a share each
+        meta = meta_ptr + (group // 2 * (WORDS * padded_n))[:, None] + column[None, :]
+        acc_low = _add_lanes(acc_low, low, meta, group, is_group, x_scale, sums, padded_n, FORM, SCALE_FP16, GROUPS)
+        acc_high = _add_lanes(
+            acc_high, high, meta + 8, group, is_group, x_scale * 0.0625, sums, padded_n, FORM, SCALE_FP16, GROUPS
+        )
+    low = tl.sum(tl.sum(tl.reshape(acc_low, (GROUPS, 8, 4)), 2), 0)
+    high = tl.sum(tl.sum(tl.reshape(acc_high, (GROUPS, 8, 4)), 2), 0)
+    offs_n = tile * (8 if SILU else 16) + tl.arange(0, 8)
+    if SILU:
+        _store_row(low / (1.0 + tl.exp(-low)) * high, out_ptr, bias_ptr, residual_ptr, offs_n, n_out,
+                   HAS_BIAS, HAS_RESIDUAL)  # fmt: skip
+    else:
+        _store_row(low, out_ptr, bias_ptr, residual_ptr, offs_n, n_out, HAS_BIAS, HAS_RESIDUAL)
+        _store_row(high, out_ptr, bias_ptr, residual_ptr, offs_n + 8, n_out, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def _add_lanes(
+    acc, dots, meta, group, is_group, x_scale, sums, padded_n,
+    FORM: tl.constexpr, SCALE_FP16: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """acc [GROUPS, 32] of lanes plus their scaled share of each group's product."""
+    d = tl.sum(tl.reshape(dots, (GROUPS, 32, 4)), 2).to(tl.float32) * x_scale
+    mask = is_group[:, None]
+    if FORM == 0:
+        word = tl.load(meta, mask=mask, other=0) >> (16 * (group % 2))[:, None]
+        return acc + (d - 8.0 * sums) * half_to_float(word, SCALE_FP16)
+    word = tl.load(meta + (group % 2)[:, None] * padded_n, mask=mask, other=0)
+    if FORM == 1:
+        return acc + (d - ((word >> 16) & 0xFFFF).to(tl.float32) * sums) * half_to_float(word, SCALE_FP16)
+    return acc + d * half_to_float(word, SCALE_FP16) + half_to_float(word >> 16, SCALE_FP16) * sums
+
+
+@triton.jit
+def _store_row(y, out_ptr, bias_ptr, residual_ptr, offs_n, n_out, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs_n, y.to(out_ptr.dtype.element_ty), mask=offs_n < n_out)
 
 
 @triton.jit

@@ -68,8 +68,16 @@ def test_gate_and_up_end_in_their_silu_and_codes_of_4_bit_weights_are_those_of_w
     torch.testing.assert_close(w4a8(y, plain, out_dtype=torch.float32), full, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize(("groups", "warps"), [(2, 1), (4, 2), (16, 4), (32, 8)])
+@pytest.mark.parametrize("k", [576, 4096])
+def test_one_row_is_the_same_for_every_number_of_groups_and_warps(k: int, groups: int, warps: int) -> None:
+    weight, x = random_weight(1000, k, form="zeros"), torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
+    found = w4a8(x, weight, out_dtype=torch.float32, config={"groups": groups, "warps": warps})
+    torch.testing.assert_close(found, w4a8_ref(x.float(), weight), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("config", [(128, 4, 4), (128, 8, 3), (256, 8, 3)])
-@pytest.mark.parametrize("rows", [1, 17, 33])
+@pytest.mark.parametrize("rows", [2, 17, 33])
 def test_every_tile_gives_the_same_product(rows: int, config: tuple[int, int, int]) -> None:
     weight, x = random_weight(1024, 2048), torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
     block_n, warps, stages = config
