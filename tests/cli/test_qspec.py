@@ -1,0 +1,20 @@
+"""The pipeline qspec on the command line: what it needs is said before anything is loaded."""
+
+from __future__ import annotations
+
+
+def test_a_16_bit_target_is_refused_with_what_would_help(call, model) -> None:
+    done = call("run", model, "hello", "--pipeline", "qspec")
+    assert done.code == 6
+    assert "error: pipeline `qspec` cannot run: it needs a target with 4-bit matrices" in done.err
+    assert "specq quantize MODEL -o DIR" in done.err
+    done = call("bench", model, "--pipeline", "plain,qspec")
+    assert done.code == 6
+    assert "`qspec` cannot run: it needs a target with 4-bit matrices" in done.err
+
+
+def test_doctor_says_why_it_is_missing(call, model) -> None:
+    done = call("doctor", model)
+    assert done.code == 0, done.err
+    assert "pipeline qspec" in done.out
+    assert "needs a target with 4-bit matrices" in done.out
