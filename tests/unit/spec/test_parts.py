@@ -63,7 +63,7 @@ def answer(pipeline: Pipeline) -> tuple[int, ...]:
 def test_only_what_a_pipeline_needs_is_loaded(models, name, roles) -> None:
     pipeline = load(models, name)
     assert pipeline.parts.roles == roles
-    assert all(reason is None for reason in pipeline.available.values())
+    assert {name for name, reason in pipeline.available.items() if reason is not None} == {"qspec"}  # in 16 bits
 
 
 def test_a_later_pipeline_brings_its_models_in_the_middle_of_a_chat(models) -> None:
