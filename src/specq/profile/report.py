@@ -30,12 +30,16 @@ def sections(profile: Profile) -> list[Section]:
     if rates := _acceptance_rows(profile):
         on = f"on {profile.num_prompts} prompt{'s' if profile.num_prompts != 1 else ''}"
         found.append((f"acceptance {'as given' if profile.is_random else on}, by position or depth", rates))
+    if profile.costs is not None and (beyond := _beyond_rows(profile.costs)):
+        found.append(("rounds as they ran, against the sum of their parts", beyond))
     if profile.plan is not None:
-        found.append((f"predicted at {profile.plan.context} tokens of context", ranking_rows(profile.plan)))
+        what = f"predicted for answers of {profile.plan.answer:g} tokens at {profile.plan.context} of context"
+        found.append((what, ranking_rows(profile.plan)))
         if profile.plan.refused:
             found.append(("not considered", [(r.pipeline, r.reason) for r in profile.plan.refused]))
     if profile.measured:
-        found.append(("measured again", measured_rows(profile)))
+        most = max(each.prompts for each in profile.measured)
+        found.append((f"measured again on up to {most} prompts; predicted before that", measured_rows(profile)))
     return found
 
 
@@ -92,7 +96,17 @@ def measured_rows(profile: Profile) -> Rows:
     assert profile.first_plan is not None
     predicted = {p.candidate: p for p in profile.first_plan.ranking}
     rows: Rows = [
-        ("pipeline", "tokens/s", "predicted", "off by", "against plain", "predicted", "accept length", "sizes")
+        (
+            "pipeline",
+            "tokens/s",
+            "predicted",
+            "off by",
+            "against plain",
+            "predicted",
+            "accept length",
+            "predicted",
+            "sizes",
+        )
     ]
     for each in profile.measured:
         guess = predicted[each.candidate]
@@ -106,6 +120,7 @@ def measured_rows(profile: Profile) -> Rows:
                 "1" if each.candidate.pipeline == "plain" else f"{each.gain:.2f} ± {each.uncertainty:.2f}",
                 "1" if each.candidate.pipeline == "plain" else f"{guess.gain:.2f} ± {guess.uncertainty:.2f}",
                 f"{each.accept_len:.2f}",
+                f"{guess.accept_len:.2f}",
                 each.candidate.label,
             )
         )
@@ -156,6 +171,16 @@ def _drafting_rows(costs: CostModel) -> Rows:
     if costs.lookup:
         times = ", ".join(f"{t.median_ms:.3f} ms @{at}" for at, t in sorted(costs.lookup.items()))
         rows.append(("lookup", "", times))
+    return rows
+
+
+def _beyond_rows(costs: CostModel) -> Rows:
+    """What a round of each pipeline that ran took more than its draftings and steps, and an answer's first one."""
+    if not costs.first_ms:
+        return []
+    rows: Rows = [("pipeline", "a round", "the first round")]
+    for name, first_ms in costs.first_ms.items():
+        rows.append((name, f"{costs.loop_ms + costs.extra_ms.get(name, 0.0):+.2f} ms", f"{first_ms:+.2f} ms more"))
     return rows
 
 

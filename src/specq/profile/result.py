@@ -16,6 +16,9 @@ from specq.profile.predict import Measured
 from specq.recipe import Recipe
 from specq.spec.decision import FORMAT, Decision, ProfileKey
 
+SAID = 2
+"""Pipelines whose measured gain the closing sentence gives, fastest first; the table has them all."""
+
 
 @dataclass
 class Profile:
@@ -58,10 +61,10 @@ class Profile:
             return None
         if self.verdict.winner == self.plan.winner.candidate or not self.measured:
             return explain(self.plan)
+        rivals = [m for m in self.measured if m.candidate.pipeline != "plain"]
         ran = ", ".join(
             f"{m.candidate.pipeline} {m.gain:.2f} ± {m.uncertainty:.2f} times plain"
-            for m in self.measured
-            if m.candidate.pipeline != "plain"
+            for m in sorted(rivals, key=lambda m: -m.gain)[:SAID]
         )
         return f"{self.verdict.winner.pipeline} runs, though the prediction chose otherwise: measured again, {ran}"
 
