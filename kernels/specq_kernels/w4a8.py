@@ -20,6 +20,7 @@ from specq_kernels import configs
 from specq_kernels.launch import (
     MAX_ROWS,
     check_tensor,
+    device_name,
     has_dependent_launch,
     interpreted,
     num_multiprocessors,
@@ -37,6 +38,11 @@ BLOCK = 1024
 def takes(weight: W4Weight) -> bool:
     """Whether the kernel runs this weight: groups of 128 (or multiples, or rows) of one level."""
     return weight.group_size == GROUP and weight.form != "two-level"
+
+
+def is_faster(x: Tensor, weight: W4Weight) -> bool:
+    """Whether `w4a8` beats `w4a16` here: for x's number of rows this device's tuned table has tiles of it."""
+    return x.is_cuda and takes(weight) and _tuned(x, weight) is not None
 
 
 def w4a8(
@@ -70,7 +76,8 @@ def w4a8(
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"x: {rows} rows, the kernel takes 1 to {MAX_ROWS}")
     out = torch.empty(rows, n_out, dtype=out_dtype or x.dtype, device=x.device)
-    product_of(round_codes(x, weight, bits=bits), weight, out, bias=bias, residual=residual, config=config)
+    tiles = config or (_tuned(x, weight) if x.is_cuda else None)
+    product_of(round_codes(x, weight, bits=bits), weight, out, bias=bias, residual=residual, config=tiles)
     return out
 
 
@@ -160,6 +167,13 @@ def product_of(
     )  # fmt: skip
 
 
+def _tuned(x: Tensor, weight: W4Weight) -> configs.Config | None:
+    """The table's tiles for so many rows; an entry says besides that they were faster than `w4a16` when measured."""
+    key = configs.shape_key(*weight.padded, weight.group_size)
+    entry = configs.lookup(device_name(x.device.index), "w4a8", key)
+    return None if entry is None else entry["rows"].get("1" if x.shape[0] == 1 else str(row_bucket(x.shape[0])))
+
+
 def default_config(out: Tensor, n: int, k: int) -> configs.Config:
     """Tiles that fit 48 KB of shared memory, and K in as many parts as fill the device."""
     bucket = row_bucket(out.shape[0])
@@ -234,7 +248,7 @@ def _w4a8_row_kernel(
     offs_g = tl.arange(0, GROUPS)
     column = tile * 16 + tl.arange(0, 32) // 4
     # Zeros in the layout of the sums below: others would pass through shared memory in every pass.
-    acc_low = tl.sum(tl.reshape(c0.to(tl.float32) * 0.0, (GROUPS, 32, 4)), 2)
+    acc_low = _lanes(c0.to(tl.float32) * 0.0, GROUPS)
     acc_high = acc_low
     for first in range(0, groups, GROUPS):
         inside = first + at // 128 < groups
@@ -247,17 +261,15 @@ def _w4a8_row_kernel(
         c1 = tl.load(w_ptrs + (first + GROUPS) * 256 + 128, mask=inside, other=0)
         group = first + offs_g
         is_group = group < groups
-        x_scale = tl.load(scale_ptr + group * STRIDE, mask=is_group, other=0.0)[:, None]
-        sums = (
-            tl.load(sums_ptr + group * STRIDE, mask=is_group, other=0.0)[:, None] * 0.25
-        )  # of four lanes a share each
-        meta = meta_ptr + (group // 2 * (WORDS * padded_n))[:, None] + column[None, :]
-        acc_low = _add_lanes(acc_low, low, meta, group, is_group, x_scale, sums, padded_n, FORM, SCALE_FP16, GROUPS)
+        x_scale = tl.load(scale_ptr + group * STRIDE, mask=is_group, other=0.0)[None, :]
+        shares = tl.load(sums_ptr + group * STRIDE, mask=is_group, other=0.0)[None, :] * 0.25  # four lanes have a group
+        meta = meta_ptr + (group // 2 * (WORDS * padded_n))[None, :] + column[:, None]
+        acc_low = _add_lanes(acc_low, low, meta, group, is_group, x_scale, shares, padded_n, FORM, SCALE_FP16, GROUPS)
         acc_high = _add_lanes(
-            acc_high, high, meta + 8, group, is_group, x_scale * 0.0625, sums, padded_n, FORM, SCALE_FP16, GROUPS
+            acc_high, high, meta + 8, group, is_group, x_scale * 0.0625, shares, padded_n, FORM, SCALE_FP16, GROUPS
         )
-    low = tl.sum(tl.sum(tl.reshape(acc_low, (GROUPS, 8, 4)), 2), 0)
-    high = tl.sum(tl.sum(tl.reshape(acc_high, (GROUPS, 8, 4)), 2), 0)
+    low = tl.sum(tl.reshape(tl.sum(acc_low, 1), (8, 4)), 1)
+    high = tl.sum(tl.reshape(tl.sum(acc_high, 1), (8, 4)), 1)
     offs_n = tile * (8 if SILU else 16) + tl.arange(0, 8)
     if SILU:
         _store_row(low / (1.0 + tl.exp(-low)) * high, out_ptr, bias_ptr, residual_ptr, offs_n, n_out,
@@ -268,17 +280,23 @@ def _w4a8_row_kernel(
 
 
 @triton.jit
+def _lanes(words, GROUPS: tl.constexpr):
+    """[32, GROUPS] sums of the four words that a lane has of each group."""
+    return tl.sum(tl.trans(tl.reshape(words, (GROUPS, 32, 4)), 1, 0, 2), 2)
+
+
+@triton.jit
 def _add_lanes(
     acc, dots, meta, group, is_group, x_scale, sums, padded_n,
     FORM: tl.constexpr, SCALE_FP16: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """acc [GROUPS, 32] of lanes plus their scaled share of each group's product."""
-    d = tl.sum(tl.reshape(dots, (GROUPS, 32, 4)), 2).to(tl.float32) * x_scale
-    mask = is_group[:, None]
+    """acc [32, GROUPS] of lanes plus their scaled share of each group's product."""
+    d = _lanes(dots, GROUPS).to(tl.float32) * x_scale
+    mask = is_group[None, :]
     if FORM == 0:
-        word = tl.load(meta, mask=mask, other=0) >> (16 * (group % 2))[:, None]
+        word = tl.load(meta, mask=mask, other=0) >> (16 * (group % 2))[None, :]
         return acc + (d - 8.0 * sums) * half_to_float(word, SCALE_FP16)
-    word = tl.load(meta + (group % 2)[:, None] * padded_n, mask=mask, other=0)
+    word = tl.load(meta + (group % 2)[None, :] * padded_n, mask=mask, other=0)
     if FORM == 1:
         return acc + (d - ((word >> 16) & 0xFFFF).to(tl.float32) * sums) * half_to_float(word, SCALE_FP16)
     return acc + d * half_to_float(word, SCALE_FP16) + half_to_float(word >> 16, SCALE_FP16) * sums

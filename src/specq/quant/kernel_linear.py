@@ -19,6 +19,7 @@ from specq_kernels.launch import MAX_ROWS
 from specq_kernels.round_rows import round_rows
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
+from specq_kernels.w4a8 import is_faster, w4a8
 from specq_kernels.w4a16 import w4a16, w4a16_silu
 from specq_kernels.w8a16 import pack_w8, w8a16
 from specq_kernels.w16a16 import W16Weight, w16a16
@@ -54,6 +55,9 @@ class KernelLinear(nn.Module):
     ) -> Tensor:
         """The same plus `residual` [rows, N], rounded once up to 64 rows; `sums` are x's over `sums_group`."""
         if act != FULL:
+            if self.order is None and multiplies_codes(x, self.weight):
+                bits, out = int(act[1:]), self.out_dtype
+                return w4a8(x, self.weight, bits=bits, bias=self.bias, residual=residual, out_dtype=out)
             x, sums = rounded(x, act, group=self.sums_group)
         if self.order is not None:
             x = x[:, self.order]
@@ -102,6 +106,8 @@ class KernelGateUp(nn.Module):
     def product(self, x: Tensor, *, sums: Tensor | None = None, act: str = FULL) -> Tensor:
         """The same; `sums` are x's over `sums_group`."""
         if act != FULL:
+            if self.order is None and multiplies_codes(x, self.weight):
+                return w4a8(x, self.weight, bits=int(act[1:]))
             x, sums = rounded(x, act, group=self.sums_group)
         if self.order is not None:
             x = x[:, self.order]
@@ -158,6 +164,11 @@ def make_kernel_linear(
 def is_decoding(x: Tensor) -> bool:
     """Whether the kernels for few rows take x; they have no gradient."""
     return x.ndim == 2 and x.shape[0] <= MAX_ROWS and not x.requires_grad
+
+
+def multiplies_codes(x: Tensor, weight: W4Weight) -> bool:
+    """Whether rounded x goes through the product of 8-bit activations, which is then the faster one."""
+    return is_decoding(x) and is_faster(x, weight)
 
 
 def rounded(x: Tensor, act: str, *, group: int | None) -> tuple[Tensor, Tensor | None]:
