@@ -70,7 +70,9 @@ def _fact_lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """A list item for each fact, what is inside one below it; what is unknown is left out."""
     for name, value in facts.items():
         title = f"{indent}- {name.replace('_', ' ') if not indent else name}:"
-        if isinstance(value, Mapping):
+        if name == "models":  # and the revisions that are known
+            yield f"{title} {', '.join(f'{model} ({known})' if known else model for model, known in value.items())}"
+        elif isinstance(value, Mapping):
             flat = all(not isinstance(each, Mapping) for each in value.values())
             known = {key: each for key, each in value.items() if each is not None}
             if flat:

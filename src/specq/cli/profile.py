@@ -196,7 +196,8 @@ def _show(found: Profile, console: Console) -> None:
     versions = ", ".join(
         f"{name} {environment[name]}" for name in ("driver", "torch", "triton", "specq") if environment.get(name)
     )
-    threads = f", {environment['threads']} threads" if environment.get("threads") else ""
+    count = environment.get("threads")
+    threads = f", {count} thread{'s' if count > 1 else ''}" if count else ""
     console.line(f"{environment['device']}{threads}, {versions}")
     if found.is_random:
         console.line("random weights: the times are measured, acceptance is as given")

@@ -275,8 +275,7 @@ PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
 def with_real_rounds(costs: CostModel, acceptance: Acceptance, seen: Sequence[Measured]) -> CostModel:
     """The cost model with what rounds of pipelines that ran took beyond the sum of their parts, or less.
 
-    What they took more is at most a plain step: larger differences are other work of the machine. Of several
-    candidates of a pipeline the median counts.
+    Of several candidates of a pipeline the median counts.
     """
     bare = replace(costs, loop_ms=0.0, extra_ms={}, first_ms={})
     more: dict[str, list[float]] = {}
@@ -285,8 +284,7 @@ def with_real_rounds(costs: CostModel, acceptance: Acceptance, seen: Sequence[Me
         name = each.candidate.pipeline
         expected = dict(PREDICTORS[name](bare, acceptance, each.context)).get(each.candidate)
         if expected is not None and each.round_ms is not None:
-            most = costs.steps["target"].step(1, each.context).ms
-            more.setdefault(name, []).append(min(each.round_ms - expected.cost.ms, most))
+            more.setdefault(name, []).append(each.round_ms - expected.cost.ms)
             first.setdefault(name, []).append(max(each.first_ms or 0.0, 0.0) if name != "plain" else 0.0)
     medians = {pipeline: median(values) for pipeline, values in more.items()}
     loop_ms = medians.pop("plain", costs.loop_ms)

@@ -86,9 +86,13 @@ def _ranking_row(p: Prediction, fastest: float) -> tuple[str, ...]:
         f"{100 * (1 - p.tokens_per_s / fastest):.0f} %",
         f"{p.accept_len:.2f}",
         f"{p.draft_ms:.2f} + {p.verify_ms:.2f} ms",
-        f"{p.memory_bytes / 1e9:.2f} GB" if p.memory_bytes is not None else "-",
+        "-" if p.memory_bytes is None else _size(p.memory_bytes),
         p.candidate.label,
     )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def measured_rows(profile: Profile) -> Rows:

@@ -156,11 +156,13 @@ def test_markdown_holds_the_facts_and_every_table(make_rows, tmp_path) -> None:
         "suite": {"name": "bundled", "prompts": 3},
         "recipe": {"target": {"model": "m", "revision": None}, "context": 64},
         "precision": {"rounding_error_logits": None},
+        "environment": {"torch": "2.13.0", "models": {"m": None, "n": "abc"}},
     }
     text = markdown_text(make_rows(), facts, closing=["off by 3 %"])
     lines = [
         *("- command: `specq bench`", "- suite: name bundled, prompts 3"),
         *("- recipe:", "  - target: model m", "  - context: 64", "- precision: none"),
+        *("- environment:", "  - torch: 2.13.0", "  - models: m, n (abc)"),
     ]
     assert text.startswith("\n".join(lines) + "\n\n|")
     assert text.endswith("|\n\n- off by 3 %\n")
