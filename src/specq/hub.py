@@ -40,17 +40,22 @@ def resolve_model(
     """The local files of a model: `specq:demo` and its drafters, a GGUF file, a folder with a config.json, or a Hub id.
 
     What a Hub model lacks on this machine is downloaded, code never.
-    Raises: UsageError for a name that is none of these, AccessError, OfflineError, DiskFullError.
+    Raises: UsageError for a name that is none of these or a revision of what has none, AccessError, OfflineError,
+    DiskFullError.
     """
+    path = Path(name).expanduser()
+    is_hub_id = HUB_ID.fullmatch(name) is not None
+    is_own = name == DEMO_NAME or name in SHIPPED
+    is_local = _holds_model(path) or name.startswith(("/", "./", "../", "~")) or (path.exists() and not is_hub_id)
+    if revision is not None and (is_own or is_local):
+        raise UsageError(f"`{name}` is no Hub model, so it has no revision `{revision}`", hint="leave out the revision")
     if name == DEMO_NAME:
         from specq.demo import demo_folder
 
         return Snapshot(demo_folder(offline=offline, progress=progress))
     if name in SHIPPED:
         return Snapshot(SHIPPED[name])
-    path = Path(name).expanduser()
-    is_hub_id = HUB_ID.fullmatch(name) is not None
-    if _holds_model(path) or name.startswith(("/", "./", "../", "~")) or (path.exists() and not is_hub_id):
+    if is_local:
         return Snapshot(_check_local(path))
     if not is_hub_id:
         raise UsageError(

@@ -250,6 +250,13 @@ def test_local_models_are_taken_as_they_are(name: str, tmp_path: Path) -> None:
     assert hub.resolve_model(str(path)) == hub.Snapshot(path)
 
 
+@pytest.mark.parametrize("name", ["specq:demo", "specq:demo-head", "{folder}"])
+def test_a_revision_of_what_has_none_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="has no revision `main`"):
+        hub.resolve_model(name.format(folder=tmp_path), revision="main")
+
+
 def test_folder_without_a_model_says_what_was_found(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UsageError, match=r"neither a config\.json nor a \.gguf file: notes\.txt"):

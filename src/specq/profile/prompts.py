@@ -21,7 +21,8 @@ def read_prompts(file: Path | None) -> list[str]:
     try:
         lines = file.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"`{file}` cannot be read: {error}", hint="--prompts takes a .txt or .jsonl file") from None
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise UsageError(f"`{file}` cannot be read: {reason}", hint="--prompts takes a .txt or .jsonl file") from None
     is_json = file.suffix == ".jsonl"
     found = [_prompt(file, number, line) if is_json else line for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
