@@ -292,4 +292,5 @@ def measured(candidate: Candidate, runs: Sequence[Run], plain: Sequence[Run]) ->
         # Of two the lower: what makes a round slower than it is is other work of the machine.
         round_ms=statistics.median_low(ms for ms, _ in whole) if whole else None,
         first_ms=statistics.median_low(ms for _, ms in whole) if whole else None,
+        answer=1 + tokens / len(runs) if runs else math.inf,
     )

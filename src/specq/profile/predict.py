@@ -10,7 +10,7 @@ from typing import Any
 
 from specq.profile.acceptance import Acceptance, Rates
 from specq.profile.cost import SEQUENCE, TREE, Cost, CostModel, StepCurve, Tree
-from specq.spec.decision import answer_tps
+from specq.spec.decision import answer_tps, whole_accept_len
 
 SELF = "target_low"
 """The role under which the target's own drafting in low precision is timed."""
@@ -98,6 +98,7 @@ class Measured:
     """A candidate as it ran: tokens a second over all prompts, and its gain over plain on the same prompts.
 
     `round_ms` and `first_ms` are medians over the prompts, at `context` tokens on average; None of one-round answers.
+    `answer` is tokens of an answer on average.
     """
 
     candidate: Candidate
@@ -109,6 +110,7 @@ class Measured:
     context: float = 0.0
     round_ms: float | None = None
     first_ms: float | None = None
+    answer: float = math.inf
 
     def record(self) -> dict[str, Any]:
         return {
@@ -304,7 +306,8 @@ def with_real_answers(costs: CostModel, acceptance: Acceptance, seen: Sequence[M
         name = each.candidate.pipeline
         expected = dict(PREDICTORS[name](costs, bare, each.context)).get(each.candidate)
         if expected is not None and expected.tokens > 1 and each.prompts:
-            factors.setdefault(name, []).append((each.accept_len - 1) / (expected.tokens - 1))
+            accept_len = whole_accept_len(each.accept_len, each.answer)
+            factors.setdefault(name, []).append((accept_len - 1) / (expected.tokens - 1))
     return replace(acceptance, scale={name: median(values) for name, values in factors.items()})
 
 

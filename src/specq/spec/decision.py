@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,6 +80,14 @@ class Decision:
 def answer_rounds(accept_len: float, tokens: float) -> float:
     """Rounds that answers of so many tokens take behind their first one; the last round is cut in its middle."""
     return (max(tokens - 1, 0) + (accept_len - 1) / 2) / accept_len
+
+
+def whole_accept_len(accept_len: float, tokens: float) -> float:
+    """The accept length of rounds that are not cut, of one that was measured over answers of so many tokens."""
+    if math.isinf(tokens):
+        return accept_len
+    rounds = (tokens - 1) / accept_len
+    return (tokens - 1.5) / (rounds - 0.5) if rounds > 1 else accept_len
 
 
 def answer_tps(*, accept_len: float, round_ms: float, first_ms: float, tokens: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,16 @@ from factories import tiny_config, write_model
 from specq.checkpoint import model_digest
 from specq.recipe import Recipe
 from specq.spec import decision
-from specq.spec.decision import FORMAT, Decision, Level, ProfileKey, with_settings
+from specq.spec.decision import (
+    FORMAT,
+    Decision,
+    Level,
+    ProfileKey,
+    answer_rounds,
+    answer_tps,
+    whole_accept_len,
+    with_settings,
+)
 
 CHOSEN = Decision(
     pipeline="sequence",
@@ -107,3 +117,17 @@ def test_chosen_sizes_go_into_the_recipe_and_count_as_set() -> None:
     assert recipe.pipeline.draft_length == 5
     written = with_settings(recipe, [("pipeline.name", "plain")]).model_dump(exclude_unset=True)
     assert written == {"target": {"model": "tiny"}, "pipeline": {"name": "plain"}}
+
+
+def test_the_accept_length_of_whole_rounds_is_that_which_gives_the_rounds_of_cut_ones() -> None:
+    for accept_len, tokens in ((1.0, 64), (1.7, 64), (3.4, 20)):
+        measured = (tokens - 1) / answer_rounds(accept_len, tokens)
+        assert measured <= accept_len
+        assert whole_accept_len(measured, tokens) == pytest.approx(accept_len)
+    assert whole_accept_len(2.0, math.inf) == 2.0
+
+
+def test_a_rate_is_that_of_tokens_over_the_first_round_and_the_others() -> None:
+    assert answer_tps(accept_len=1.0, round_ms=10.0, first_ms=0.0, tokens=11) == pytest.approx(100.0)
+    assert answer_tps(accept_len=1.0, round_ms=10.0, first_ms=100.0, tokens=11) == pytest.approx(50.0)
+    assert answer_rounds(3.0, 11) == pytest.approx(11 / 3)
