@@ -137,10 +137,10 @@ class DistillSection(_Section):
     `prompts` and `eval_prompts` are "bundled" or files; without the latter `held_out` prompts are kept from the former.
     `own_prompts` more are written by the target itself, in the user's place; fewer are left of them, since none counts
     twice and none that has no end. `minutes` ends training before `steps` do; `last_rate` is the learning rate at the
-    end, as a part of the highest. `unroll` levels are drafted in training, each weighing `unroll_decay` of the one
-    before. For a head only: `start`, a head's folder whose weights training begins with, `width` of its MLP, by default
-    the target's, and `bits`, 4 to store its matrices so. For an intermediate only: `layers`, how many are kept of the
-    target, and `share_embeddings`, which leaves embedding, output head and tokenizer to the target.
+    end, as a part of the highest. `start` is the folder of a drafter whose weights training begins with. `unroll`
+    levels are drafted in training, each weighing `unroll_decay` of the one before. For a head only: `width` of its MLP,
+    by default the target's, and `bits`, 4 to store its matrices so. For an intermediate only: `layers`, how many are
+    kept of the target, and `share_embeddings`, which leaves embedding, output head and tokenizer to the target.
     """
 
     prompts: str = "bundled"

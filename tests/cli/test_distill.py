@@ -80,6 +80,21 @@ def test_an_intermediate_is_an_ordinary_model(call, target, tmp_path) -> None:
     assert call("run", folder, "hello", *ANSWER).code == 0
 
 
+def test_an_intermediate_may_begin_with_an_earlier_one(call, target, tmp_path) -> None:
+    first = ("--kind", "intermediate", "--layers", "2", "--share-embeddings", "-o", tmp_path / "first", "--steps", "1")
+    assert call("distill", target, *first, *SMALL).code == 0
+    more = ("--kind", "intermediate", "--from", tmp_path / "first", "-o", tmp_path / "more", "--steps", "2")
+    done = call("distill", target, *more, *SMALL, "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["layers"] == [0, 2]
+    assert json.loads((tmp_path / "more" / "config.json").read_text())["num_hidden_layers"] == 2
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "more")]
+    moved = {name: float((weights[1][name] - tensor).abs().max()) for name, tensor in weights[0].items()}
+    assert 0.0 < max(moved.values()) < 0.05  # two steps from the first's weights, not from the target's
+    refused = call("distill", target, *more[:-4], "--layers", "1", "-o", tmp_path / "x", *SMALL)
+    assert (refused.code, "`first` has 2 layers, not 1" in refused.err) == (2, True)
+
+
 def test_an_intermediate_may_leave_its_embedding_to_the_target(call, target, tmp_path) -> None:
     folder = tmp_path / "small"
     options = ("--kind", "intermediate", "--layers", "2", "--share-embeddings", "-o", folder, "--steps", "2")
@@ -221,7 +236,7 @@ def test_a_killed_run_goes_on_and_other_settings_are_refused(call, target, tmp_p
     )
     arguments = [sys.executable, "-c", script, *command, "--steps", "100000"]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not (workspace / "checkpoint.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)

@@ -87,7 +87,9 @@ def distill(
     ] = False,
     start: Annotated[
         str | None,
-        flag("--from", metavar="HEAD", help="For a head: begin with the weights of this one instead of random ones."),
+        flag(
+            "--from", metavar="DRAFTER", help="Begin with the weights of this head, or intermediate, of an earlier run."
+        ),
     ] = None,
     device: Annotated[
         str,

@@ -45,10 +45,11 @@ class Sequences:
 @dataclass(frozen=True)
 class Batch:
     """int64 `tokens` [batch, length], padded at the end, and the flat indices of positions whose next id is to be
-    learnt: `positions` int64 [rows], those of the ids before each answer id."""
+    learnt: `positions` int64 [rows], those of the ids before each answer id. `texts` are the sequences' numbers."""
 
     tokens: Tensor
     positions: Tensor
+    texts: tuple[int, ...] = ()
 
 
 def read_prompts(source: str) -> list[str]:
@@ -197,6 +198,11 @@ class BatchSource:
             epoch += 1
 
     @property
+    def lengths(self) -> list[int]:
+        """Ids of each sequence, by the number that batches give it."""
+        return [len(ids) for ids, _ in self._rows]
+
+    @property
     def per_epoch(self) -> int:
         """Batches in the first epoch; later ones differ by a few."""
         return len(self._epoch(0))
@@ -230,7 +236,7 @@ class BatchSource:
         tokens = pad([ids for ids, _ in chosen], multiple=LENGTH_MULTIPLE)
         width = tokens.shape[1]
         spans = [torch.arange(start - 1, len(ids) - 1) + row * width for row, (ids, start) in enumerate(chosen)]
-        return Batch(tokens, torch.cat(spans))
+        return Batch(tokens, torch.cat(spans), tuple(rows))
 
 
 def frequent_ids(sequences: Sequences, count: int, *, vocab: int) -> Tensor:

@@ -44,7 +44,9 @@ from specq.train.job import (
     Job,
     check_lender,
     check_settings,
+    check_start,
     fingerprint,
+    load_start,
     load_target,
     public_settings,
 )
@@ -94,6 +96,7 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     spec = model_spec(job.target.path)
     check_settings(job.kind, settings, spec)
     check_lender(job)
+    check_start(job, spec)
     companion_files(job.target.path)  # a link out of the folder is refused now, not after training
     training, held_out = choose_prompts(settings)
     tokenizer = Tokenizer.load(job.lender.path if job.lender else job.target.path)
@@ -199,8 +202,9 @@ def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
     if settings.trim_vocab is not None:
         kept = frequent_ids(run.sequences, settings.trim_vocab, vocab=model.spec.vocab)
     start = None if run.job.start is None else HeadFiles(run.job.start)
-    task = HeadTask(model, settings, kept_ids=kept, start=start)
-    progress = _train(task, _source(run), run, workspace, say)
+    source = _source(run)
+    task = HeadTask(model, settings, kept_ids=kept, start=start, lengths=source.lengths)
+    progress = _train(task, source, run, workspace, say)
     folder = workspace.staging()
     write_head(folder, task.tensors(), task.config, bits=settings.bits)
     stored = {BITS_KEY: settings.bits, HEAD_BITS_KEY: run.job.recipe.drafter.head_bits or 16}
@@ -218,17 +222,21 @@ def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
 
 
 def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
-    settings, model = run.job.settings, run.model
-    assert settings.layers is not None
-    source = _source(run)
-    say("measuring what each layer matters")
-    sample = [batch for batch, _ in zip(source.batches(0), range(IMPORTANCE_BATCHES), strict=False)]
-    importance = layer_importance(model, sample)
-    layers = choose_layers(importance, settings.layers)
-    task = IntermediateTask(model, settings, layers=layers)
+    settings, model, source = run.job.settings, run.model, _source(run)
+    begin: list[int] | CausalLM
+    if run.job.start is None:
+        say("measuring what each layer matters")
+        sample = [batch for batch, _ in zip(source.batches(0), range(IMPORTANCE_BATCHES), strict=False)]
+        importance = layer_importance(model, sample)
+        assert settings.layers is not None
+        begin = choose_layers(importance, settings.layers)
+        history = {"layers": begin, "importance_kl": [round(each, 5) for each in importance]}
+    else:
+        begin, history = load_start(run.job, model)
+    task = IntermediateTask(model, settings, begin=begin, lengths=source.lengths)
     progress = _train(task, source, run, workspace, say)
     folder, path = workspace.staging(), run.job.target.path
-    write_json(folder / "config.json", task.config(model_config(path)))
+    write_json(folder / "config.json", task.config(model_config(run.job.start or path)))
     shared: dict[str, Any] = {}
     if settings.share_embeddings:
         weights = open_weights(path, model.spec)
@@ -244,15 +252,11 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
         run.job.recipe, model, student, run.tokenizer, context=settings.length + settings.eval_tokens
     )
     results = evaluation.measure_accept_lengths(pipeline, run.held_out, max_new_tokens=settings.eval_tokens, say=say)
-    manifest = _manifest(run, progress, results) | {
-        "layers": layers,
-        "importance_kl": [round(each, 5) for each in importance],
-        **shared,
-    }
+    manifest = _manifest(run, progress, results) | history | shared
     write_json(folder / INTERMEDIATE_MANIFEST, manifest)
     name = run.target_name
     use = f"specq chat {name} --pipeline sequence --intermediate {run.job.output.name}"
-    card.write_card(folder, manifest, title=f"{len(layers)} layers of {name}, distilled", use=use)
+    card.write_card(folder, manifest, title=f"{student.spec.layers} layers of {name}, distilled", use=use)
     return manifest
 
 

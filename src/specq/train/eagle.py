@@ -6,7 +6,7 @@ its own predictions of depth j - 1, as it will when drafting). Files: as SafeAIL
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from specq.quant.linear import DenseLinear
 from specq.recipe import DistillSection
 from specq.train.batch import BatchedForward, attend_batch, share_heads, table_rows
 from specq.train.data import Batch
+from specq.train.features import TargetStates
 from specq.train.rounded_linear import RoundedLinear
 from specq.train.soft_loss import Teacher, soft_cross_entropy
 
@@ -75,6 +76,7 @@ class HeadTask:
         *,
         kept_ids: Tensor | None = None,
         start: HeadFiles | None = None,
+        lengths: Sequence[int] = (),
     ) -> None:
         """`kept_ids` are the ids a trimmed head knows, ascending; `start` is a head whose weights are the first ones.
 
@@ -82,7 +84,7 @@ class HeadTask:
         """
         self.target, self.settings, self.kept_ids = target, settings, kept_ids
         self.config = head_config(target.spec, dtype=target.dtype, width=settings.width)
-        self._forward = BatchedForward(target)
+        self._states = TargetStates(BatchedForward(target), lengths)
         rope = RopeSpec.from_config(self.config, max_positions=target.spec.max_context)
         self._rope = RopeTable(rope, target.spec.head_dim, dtype=target.dtype, device=target.device)
         self._output = output_matrix(target) if kept_ids is None else output_matrix(target)[kept_ids.to(target.device)]
@@ -102,7 +104,7 @@ class HeadTask:
         # Chosen before they are on the device: how many are left is then no question to it.
         positions = batch.positions[batch.positions % tokens.shape[1] > 0].to(self.target.device)
         with torch.no_grad():
-            features = self._forward.states(tokens)
+            features = self._states.of(batch, tokens)
             wanted = features.flatten(0, 1)[positions]  # [rows, hidden]
             teacher = Teacher.of(wanted, self._output)
         total = torch.zeros((), device=self.target.device)

@@ -5,7 +5,7 @@ Embedding, output head and tokenizer stay the target's own, so that the two can 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from specq.recipe import DistillSection
 from specq.train.batch import BatchedForward, decoder_layers
 from specq.train.data import Batch
 from specq.train.eagle import output_matrix, stored
+from specq.train.features import TargetStates
 from specq.train.soft_loss import Teacher, soft_cross_entropy
 
 
@@ -56,11 +57,22 @@ def choose_layers(importance: Sequence[float], count: int) -> list[int]:
 class IntermediateTask:
     """A student of some of the target's layers that learns the target's distributions on the target's text."""
 
-    def __init__(self, target: CausalLM, settings: DistillSection, *, layers: Sequence[int]) -> None:
-        self.target, self.settings, self.layers = target, settings, list(layers)
-        self._teacher = BatchedForward(target)
+    def __init__(
+        self,
+        target: CausalLM,
+        settings: DistillSection,
+        *,
+        begin: Sequence[int] | CausalLM,
+        lengths: Sequence[int] = (),
+    ) -> None:
+        """The student begins as a copy of these layers of the target, or of an earlier student.
+
+        `lengths` are those of the texts it will learn from, by number.
+        """
+        self.target, self.settings, self.begin = target, settings, begin
+        self._states = TargetStates(BatchedForward(target), lengths)
         self._output = output_matrix(target)
-        self.student = cut_model(target, layers)
+        self.student = continued(target, begin) if isinstance(begin, CausalLM) else cut_model(target, begin)
         self._forward = BatchedForward(self.student)
         # Embedding and output head are the target's own and stay as they are.
         self.parameters = {"norm": self.student.norm, **dict(self.student.layers.named_parameters("layers"))}
@@ -71,7 +83,7 @@ class IntermediateTask:
         """See Task."""
         tokens, positions = batch.tokens.to(self.target.device), batch.positions.to(self.target.device)
         with torch.no_grad():
-            wanted = self._teacher.states(tokens).flatten(0, 1)[positions]
+            wanted = self._states.of(batch, tokens).flatten(0, 1)[positions]
             teacher = Teacher.of(wanted, self._output)
         rows = self._forward.states(tokens).flatten(0, 1)[positions]
         entropy, agreed = soft_cross_entropy(rows, self._output, teacher)
@@ -85,17 +97,17 @@ class IntermediateTask:
         tensors = {name: tensor for name, tensor in model_tensors(self.student).items() if name not in without}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    def config(self, target_config: dict[str, Any]) -> dict[str, Any]:
-        """The student's config.json, from the target's."""
-        config = without_local_keys(target_config)
-        config.pop("quantization_config", None)
-        config["num_hidden_layers"] = len(self.layers)
-        if isinstance(kinds := config.get("layer_types"), list):
-            config["layer_types"] = [kinds[layer] for layer in self.layers]
-        if config.get("max_window_layers") is not None:
-            config["max_window_layers"] = sum(layer < config["max_window_layers"] for layer in self.layers)
+    def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The student's config.json, from that of what it began as: the target, or an earlier student."""
+        made = without_local_keys({key: value for key, value in config.items() if key != "quantization_config"})
+        if not isinstance(self.begin, CausalLM):
+            made["num_hidden_layers"] = len(self.begin)
+            if isinstance(kinds := made.get("layer_types"), list):
+                made["layer_types"] = [kinds[layer] for layer in self.begin]
+            if made.get("max_window_layers") is not None:
+                made["max_window_layers"] = sum(layer < made["max_window_layers"] for layer in self.begin)
         dtype = str(self.student.dtype).removeprefix("torch.")
-        return config | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+        return made | {"torch_dtype" if "torch_dtype" in made else "dtype": dtype}
 
 
 def cut_model(target: CausalLM, layers: Sequence[int]) -> CausalLM:
@@ -105,6 +117,14 @@ def cut_model(target: CausalLM, layers: Sequence[int]) -> CausalLM:
     copies = [_copy_layer(decoder_layers(target)[layer], target) for layer in layers]
     return CausalLM(
         spec, embedding=target.embedding.data, layers=copies, norm=target.norm.detach().clone(), head=target.head
+    )
+
+
+def continued(target: CausalLM, start: CausalLM) -> CausalLM:
+    """The model of `start`'s layers, dense, over the target's embedding and head."""
+    copy = cut_model(start, range(start.spec.layers))
+    return CausalLM(
+        copy.spec, embedding=target.embedding.data, layers=decoder_layers(copy), norm=copy.norm.data, head=target.head
     )
 
 

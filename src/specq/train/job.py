@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from specq.errors import UsageError
 from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
 from specq.models.loader import Engine, load_model, model_spec
-from specq.models.shared import read_shared, require_lender, without_lender
+from specq.models.shared import MANIFEST, read_shared, require_lender, without_lender
 from specq.recipe import DistillSection, Recipe
 from specq.tensors import open_weights
 
@@ -21,7 +22,7 @@ TRAINING = Engine(use_kernels=False)
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, from what, and where it goes; `start` is the folder of the head to begin with.
+    """What to train, from what, and where it goes; `start` is the folder of the drafter to begin with.
 
     `lender` is the model whose embedding the target uses, where that was saved without one.
     """
@@ -69,19 +70,42 @@ def check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> No
         return
     for value, flag in (
         (settings.trim_vocab, "--trim-vocab"),
-        (settings.start, "--from"),
         (settings.width, "distill.width"),
         (settings.bits != 16 or None, "--bits"),
     ):
         if value is not None:
             raise UsageError(f"{flag} is for EAGLE heads", hint="leave it out, or give --kind eagle")
-    if settings.layers is None:
+    if settings.layers is None and settings.start is None:
         raise UsageError("an intermediate needs a number of layers", hint="give --layers N")
-    if settings.layers >= target.layers:
+    if settings.layers is not None and settings.layers >= target.layers:
         raise UsageError(
             f"{settings.layers} layers cannot be cut from a model of {target.layers}",
             hint=f"give --layers 1 to {target.layers - 1}",
         )
+
+
+def check_start(job: Job, target: ModelSpec) -> None:
+    """Raise unless the intermediate to begin with, if any, goes with this target and with --layers."""
+    if job.kind != "intermediate" or job.start is None:
+        return
+    spec, layers = model_spec(job.start), job.settings.layers
+    if (spec.hidden, spec.vocab) != (target.hidden, target.vocab):
+        raise UsageError(
+            f"`{job.start.name}` has hidden size {spec.hidden} and {spec.vocab} ids, "
+            f"the target {target.hidden} and {target.vocab}",
+            hint="--from takes an intermediate cut from this target",
+        )
+    if layers not in (None, spec.layers):
+        raise UsageError(f"`{job.start.name}` has {spec.layers} layers, not {layers}", hint="leave out --layers")
+
+
+def load_start(job: Job, target: CausalLM) -> tuple[CausalLM, dict[str, Any]]:
+    """(the intermediate to begin with, what its manifest says of the layers it was cut of)."""
+    assert job.start is not None
+    model = load_model(job.start, device=job.device, dtype=job.dtype, lender=target, engine=TRAINING)
+    file = job.start / MANIFEST
+    manifest = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return model, {key: manifest[key] for key in ("layers", "importance_kl") if key in manifest}
 
 
 def load_target(job: Job) -> CausalLM:

@@ -57,7 +57,7 @@ def test_chosen_layers_are_the_ends_and_the_most_important() -> None:
 def test_written_folder_loads_to_the_student(tmp_path, changes) -> None:
     config = tiny_config(num_hidden_layers=4, **changes)
     target = tiny_model(config, dtype="float32")
-    task = IntermediateTask(target, DistillSection(layers=2), layers=[0, 3])
+    task = IntermediateTask(target, DistillSection(layers=2), begin=[0, 3])
     task.save_weights(tmp_path)
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(task.config(config)))
@@ -85,7 +85,7 @@ def test_layers_in_4_bits_are_copied_at_their_values() -> None:
 
 def test_config_names_what_kind_each_kept_layer_is() -> None:
     target = deep_model()
-    task = IntermediateTask(target, DistillSection(layers=2), layers=[1, 3])
+    task = IntermediateTask(target, DistillSection(layers=2), begin=[1, 3])
     kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     config = task.config({"layer_types": kinds, "max_window_layers": 2, "quantization_config": {}, "torch_dtype": "x"})
     assert config == {
@@ -99,7 +99,7 @@ def test_config_names_what_kind_each_kept_layer_is() -> None:
 def test_student_learns_and_the_target_stays() -> None:
     target = deep_model()
     before = {name: tensor.clone() for name, tensor in model_tensors(target).items()}
-    task = IntermediateTask(target, DistillSection(layers=2), layers=[0, 3])
+    task = IntermediateTask(target, DistillSection(layers=2), begin=[0, 3])
     optimizer = torch.optim.Adam(task.parameters.values(), lr=3e-3)
     losses = []
     for _ in range(30):
