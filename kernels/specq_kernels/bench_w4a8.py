@@ -19,6 +19,7 @@ import torch
 import triton
 
 from specq_kernels import configs
+from specq_kernels.act_codes import Codes, round_codes
 from specq_kernels.bench_w4a16 import rotated_weights
 from specq_kernels.group_sums import group_sums
 from specq_kernels.launch import device_name, row_bucket
@@ -26,7 +27,7 @@ from specq_kernels.peers import GROUP
 from specq_kernels.timing import graph_us, require_cuda
 from specq_kernels.tune import LAYERS, random_w4
 from specq_kernels.w4_layout import W4Weight
-from specq_kernels.w4a8 import Codes, product_of, round_codes, w4a8
+from specq_kernels.w4a8 import product_of, w4a8
 from specq_kernels.w4a16 import w4a16
 
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -78,7 +79,7 @@ def bench_layer(model: str, rows: Sequence[int]) -> None:
             if bucket not in best:
                 best[bucket] = fastest(weights, x)
             out = x.new_empty(m, n)
-            codes, sums = round_codes(x, weights[0], bits=8), group_sums(x, GROUP)
+            codes, sums = round_codes(x, weights[0].padded[1], bits=8), group_sums(x, GROUP)
             times = [
                 graph_us(calls, repeats=5, target_us=800)
                 for calls in (
@@ -95,7 +96,7 @@ def bench_layer(model: str, rows: Sequence[int]) -> None:
 
 def fastest(weights: Sequence[W4Weight], x: torch.Tensor) -> configs.Config:
     """The tiles and split that this product of x's number of rows is fastest with."""
-    out, codes = x.new_empty(x.shape[0], weights[0].shape[0]), round_codes(x, weights[0], bits=8)
+    out, codes = x.new_empty(x.shape[0], weights[0].shape[0]), round_codes(x, weights[0].padded[1], bits=8)
     found: list[tuple[float, configs.Config]] = []
     for config in candidates(x.shape[0], SPLITS):
         columns = config.get("block_n", 16)
@@ -137,7 +138,7 @@ def _compile_one(task: tuple[int, configs.Config]) -> None:
     rows, config = task
     weight = random_w4(256, 2048, GROUP)
     x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
-    fits(round_codes(x, weight, bits=8), weight, x.new_empty(rows, 256), config)
+    fits(round_codes(x, weight.padded[1], bits=8), weight, x.new_empty(rows, 256), config)
 
 
 def print_line(name: str, rows: int, times: Sequence[float], config: configs.Config) -> None:

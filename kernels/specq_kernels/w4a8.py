@@ -17,22 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from specq_kernels import configs
+from specq_kernels.act_codes import Codes, round_codes
 from specq_kernels.launch import (
     MAX_ROWS,
     check_tensor,
     device_name,
     has_dependent_launch,
-    interpreted,
     num_multiprocessors,
     row_bucket,
     runs_kernel,
 )
-from specq_kernels.round_rows import GROUP, MOST, SCALE_BITS, grid_of, integers_ref, round_rows_ref
+from specq_kernels.round_rows import GROUP, MOST, round_rows_ref
 from specq_kernels.w4_device import half_to_float
 from specq_kernels.w4_layout import FORMS, W4Weight
 from specq_kernels.w4a16 import w4a16_ref
-
-BLOCK = 1024
 
 
 def takes(weight: W4Weight) -> bool:
@@ -77,7 +75,7 @@ def w4a8(
         raise ValueError(f"x: {rows} rows, the kernel takes 1 to {MAX_ROWS}")
     out = torch.empty(rows, n_out, dtype=out_dtype or x.dtype, device=x.device)
     tiles = config or (_tuned(x, weight) if x.is_cuda else None)
-    product_of(round_codes(x, weight, bits=bits), weight, out, bias=bias, residual=residual, config=tiles)
+    product_of(round_codes(x, weight.padded[1], bits=bits), weight, out, bias=bias, residual=residual, config=tiles)
     return out
 
 
@@ -93,38 +91,6 @@ def w4a8_ref(
     """The definition: the product of dequantised weight and rounded x."""
     rounded, _ = round_rows_ref(x, bits=bits)
     return w4a16_ref(rounded, weight, bias=bias, residual=residual, out_dtype=out_dtype)
-
-
-Codes = tuple[Tensor, Tensor, Tensor]
-
-
-def round_codes(x: Tensor, weight: W4Weight, *, bits: int) -> Codes:
-    """(codes, scales, sums) of x [rows, K] on its grid, as the product of this weight reads them.
-
-    codes int8 [bucket, padded K]: of every 64 columns that of 16b + 8r + 2t + j lies at 16b + 4t + 2j + r, where the
-    matrix instruction has a lane's codes of the packed weight; of one row at 16t + 4b + 2j + r, as lanes load them.
-    Scales, and sums of what x is rounded to, are fp32 [groups, bucket]. Rows beyond x's hold nothing of meaning.
-    """
-    rows, padded_k = x.shape[0], weight.padded[1]
-    bucket = 1 if rows == 1 else row_bucket(rows)
-    codes = torch.empty(bucket, padded_k, dtype=torch.int8, device=x.device)
-    scales, sums = torch.empty(2, padded_k // GROUP, bucket, dtype=torch.float32, device=x.device).unbind()
-    early = has_dependent_launch(x)
-    options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
-    _round_codes_kernel[(rows, triton.cdiv(padded_k, BLOCK))](
-        x, codes, scales, sums, x.shape[1], padded_k, MOST=MOST[bits], SCALE_BITS=SCALE_BITS[bits], STRIDE=bucket,
-        BY_LANE=rows == 1, BLOCK=BLOCK, EARLY=early, **options,
-    )  # fmt: skip
-    return codes, scales, sums
-
-
-def round_codes_ref(x: Tensor, weight: W4Weight, *, bits: int) -> Codes:
-    """The definition, for x's rows only: codes [rows, padded K], scales and sums [groups, rows]."""
-    padded = torch.nn.functional.pad(x, (0, weight.padded[1] - x.shape[1]))
-    integers, scales = integers_ref(padded, bits=bits)
-    order = integers.flatten(1).unflatten(1, (-1, 4, 2, 4, 2))  # of 64: kb r t j
-    order = order.permute(0, 1, 4, 2, 5, 3) if x.shape[0] == 1 else order.permute(0, 1, 2, 4, 5, 3)
-    return order.flatten(1).to(torch.int8), scales[..., 0].T, (integers.sum(-1) * scales[..., 0]).T
 
 
 def product_of(
@@ -179,33 +145,6 @@ def default_config(out: Tensor, n: int, k: int) -> configs.Config:
     bucket = row_bucket(out.shape[0])
     split = 2 if not out.is_cuda else configs.default_split(n, k, num_multiprocessors(out.device.index))
     return {"split": split, "block_n": 64, "warps": 4, "stages": {16: 4, 32: 3, 64: 2}[bucket]}
-
-
-@triton.jit
-def _round_codes_kernel(
-    x_ptr, code_ptr, scale_ptr, sums_ptr, k, padded_k,
-    MOST: tl.constexpr, SCALE_BITS: tl.constexpr, STRIDE: tl.constexpr, BY_LANE: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """BLOCK columns of one row a program; x [rows, k], codes [STRIDE, padded_k], scales and sums [groups, STRIDE]."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
-    block = tl.program_id(1)
-    offs = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row.to(tl.int64) * k + offs, mask=offs < k, other=0.0).to(tl.float32)
-    integers, scale = grid_of(tl.reshape(x, (BLOCK // 128, 128)), MOST, SCALE_BITS)
-    order = tl.reshape(integers, (BLOCK // 64, 4, 2, 4, 2))  # of 64: kb r t j
-    order = tl.trans(order, 0, 3, 1, 4, 2) if BY_LANE else tl.trans(order, 0, 1, 3, 4, 2)
-    tl.store(
-        code_ptr + row.to(tl.int64) * padded_k + offs, tl.reshape(order, (BLOCK,)).to(tl.int8), mask=offs < padded_k
-    )
-    offs_g = block * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
-    at = offs_g * STRIDE + row
-    scale = tl.reshape(scale, (BLOCK // 128,))
-    tl.store(scale_ptr + at, scale, mask=offs_g < padded_k // 128)
-    tl.store(sums_ptr + at, tl.sum(integers, 1) * scale, mask=offs_g < padded_k // 128)
 
 
 @triton.jit

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from specq.quant.rounding import round_rows as law
+from specq_kernels.act_codes import norm_codes, norm_codes_ref, round_codes, round_codes_ref
 from specq_kernels.round_rows import round_rows, round_rows_ref
 from specq_kernels.w4_layout import W4Weight, pack_w4
-from specq_kernels.w4a8 import round_codes, round_codes_ref, w4a8, w4a8_ref
+from specq_kernels.w4a8 import w4a8, w4a8_ref
 from specq_kernels.w4a16 import w4a16
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -37,10 +38,21 @@ def test_rounded_rows_are_bitwise_those_of_the_law(rows: int, k: int, bits: int,
     assert expected_sums is not None
     torch.testing.assert_close(sums[:, :rows], expected_sums[:, :rows], rtol=1e-5, atol=1e-3)
     weight = random_weight(128, k)
-    codes = round_codes(x, weight, bits=bits)
-    for ours, theirs in zip(codes, round_codes_ref(x, weight, bits=bits), strict=True):
+    codes = round_codes(x, weight.padded[1], bits=bits)
+    for ours, theirs in zip(codes, round_codes_ref(x, weight.padded[1], bits=bits), strict=True):
         found = ours[:rows] if ours.dtype == torch.int8 else ours[:, :rows]
         torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 8192), (3, 4096), (1, 576)])
+def test_codes_of_a_norm_are_those_of_its_result(rows: int, k: int) -> None:
+    """A number that the norm's own rounding moves may move by one integer, and with the largest a whole scale."""
+    x, weight = (torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in ((rows, k), (k,)))
+    padded = -(-k // 256) * 256
+    found = norm_codes(x, weight, padded, eps=1e-5, bits=8)
+    expected = norm_codes_ref(x, weight, padded, eps=1e-5, bits=8)
+    assert float((found[0][:rows] == expected[0]).double().mean()) > 0.95
+    torch.testing.assert_close(found[2][:, :rows], expected[2], rtol=2e-2, atol=0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,8 +7,9 @@ import torch
 from packed_weights import random_packed
 
 from specq.quant.kernel_linear import pack
+from specq_kernels.act_codes import norm_codes, norm_codes_ref, round_codes, round_codes_ref
 from specq_kernels.w4_layout import W4Weight
-from specq_kernels.w4a8 import round_codes, round_codes_ref, takes, w4a8, w4a8_ref
+from specq_kernels.w4a8 import takes, w4a8, w4a8_ref
 
 
 def weight_of(n: int, k: int, group: int = 128, *, kind: str = "symmetric", is_gate_up: bool = False) -> W4Weight:
@@ -18,10 +19,20 @@ def weight_of(n: int, k: int, group: int = 128, *, kind: str = "symmetric", is_g
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_of_x_are_its_integers_in_the_order_of_the_weight(bits: int) -> None:
     x, weight = torch.randn(5, 1400).half(), weight_of(16, 1400)
-    found, expected = round_codes(x, weight, bits=bits), round_codes_ref(x, weight, bits=bits)
+    found, expected = round_codes(x, weight.padded[1], bits=bits), round_codes_ref(x, weight.padded[1], bits=bits)
     assert torch.equal(found[0][:5], expected[0])
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
         assert torch.equal(ours[:, :5], theirs)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_codes_of_a_norm_are_those_of_its_result(rows: int) -> None:
+    x, weight = torch.randn(rows, 600).half(), torch.rand(600).half()
+    found = norm_codes(x, weight, 768, eps=1e-5, bits=8)
+    expected = norm_codes_ref(x, weight, 768, eps=1e-5, bits=8)
+    assert int((found[0][:rows].int() - expected[0].int()).abs().max()) <= 1  # a half's rounding of the norm itself
+    assert float((found[0][:rows] == expected[0]).double().mean()) > 0.99
+    torch.testing.assert_close(found[2][:, :rows], expected[2], rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "minima"])
