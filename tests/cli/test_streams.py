@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import sys
+import threading
+import time
 
 import pytest
 
@@ -112,6 +114,28 @@ def test_without_a_terminal_at_most_a_line_every_ten_seconds(monkeypatch, capsys
         progress(f"second {second}")
     progress.clear()
     assert capsys.readouterr().err == "second 10\nsecond 20\n"
+
+
+def test_a_long_steps_line_comes_without_another_one(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.2)
+    progress = Console().progress()
+    progress("a short step")
+    progress("a long step")
+    said, deadline = "", time.monotonic() + 30
+    while not said.endswith("a long step\n") and time.monotonic() < deadline:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+    assert said.endswith("a long step\n")
+
+
+def test_what_was_not_said_when_progress_ends_is_never_said(monkeypatch, capsys) -> None:
+    before = threading.active_count()
+    progress = Console().progress()
+    progress("over at once")
+    progress.clear()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert capsys.readouterr().err == ""
 
 
 def test_columns_are_aligned_and_sizes_read_well() -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,12 +94,17 @@ class Console:
 
 
 class Progress:
-    """How far something is: one redrawn line on a terminal, else at most a line every ten seconds."""
+    """How far something is: one redrawn line on a terminal, else at most a line every ten seconds.
+
+    There the last thing said comes when its time has come, so that a long step is not a silent one.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last = time.monotonic()
         self._is_drawn = False
+        self._waiting = ""
+        self._timer: threading.Timer | None = None
 
     def __call__(self, what: str) -> None:
         if self._console.quiet:
@@ -108,11 +114,31 @@ class Progress:
             sys.stderr.write(f"\r\x1b[K{self._console.dim(what[:width])}")
             sys.stderr.flush()
             self._is_drawn = True
-        elif time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
-            print(what, file=sys.stderr, flush=True)
-            self._last = time.monotonic()
+        elif (left := SECONDS_BETWEEN_LINES - (time.monotonic() - self._last)) <= 0:
+            self._print(what)
+        else:
+            self._waiting = what
+            if self._timer is None:
+                self._timer = threading.Timer(left, self._print_waiting)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _print(self, what: str) -> None:
+        self._forget()
+        print(what, file=sys.stderr, flush=True)
+        self._last = time.monotonic()
+
+    def _print_waiting(self) -> None:
+        if self._timer is not None:  # not cleared meanwhile
+            self._print(self._waiting)
+
+    def _forget(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def clear(self) -> None:
+        self._forget()
         if self._is_drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
