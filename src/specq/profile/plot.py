@@ -34,7 +34,8 @@ def write_plot(profile: Profile, path: Path) -> None:
     curves, ranking = figure.subplots(1, 2)
     _draw_curves(profile, curves)
     _draw_ranking(profile, ranking)
-    figure.suptitle(f"{profile.recipe.target.model} on {profile.environment['device']}", fontsize=9)
+    what = " (random weights, timing only)" if profile.is_random else ""
+    figure.suptitle(f"{profile.recipe.target.model}{what} on {profile.environment['device']}", fontsize=9)
     path = path.expanduser()
     if path.suffix != ".html":
         figure.savefig(path, dpi=150)
