@@ -61,7 +61,8 @@ class Acceptance:
     `lookup_share` is the share of rounds in which lookup found something to draft. `inner` is the intermediate's
     acceptance of its own head's trees; what the target accepts of the outcome is `sequence`. `qspec` are the target's
     own chains by the bits of their activations. `scale` multiplies what a pipeline's drafts are expected to have
-    accepted, where whole answers told more than the rounds these rates rest on.
+    accepted, where whole answers told more than the rounds these rates rest on; `spread` is half the 95 % interval of
+    that, as a share, from how it differs between prompts.
     """
 
     sequence: Rates | None = None
@@ -71,6 +72,7 @@ class Acceptance:
     inner: Mapping[Tree, Rates] = field(default_factory=dict)
     qspec: Mapping[int, Rates] = field(default_factory=dict)
     scale: Mapping[str, float] = field(default_factory=dict)
+    spread: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def none_of_it(self) -> Acceptance:
@@ -100,6 +102,7 @@ class Acceptance:
             "hierarchical_inner": trees(self.inner),
             "qspec": [{"act_bits": bits, **rates.record()} for bits, rates in sorted(self.qspec.items())],
             "scale": dict(self.scale),
+            "spread": dict(self.spread),
         }
 
 

@@ -23,6 +23,8 @@ from specq.spec.warm_up import warm_up
 
 FEWEST_ROUNDS = 8
 FEWEST_PROMPTS = 2
+FEWEST_SPREAD = 4
+"""Answers from which on their spread says something."""
 
 T_FACTORS = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Student's t for 95 %, by degrees of freedom from 1."""
@@ -268,6 +270,7 @@ def _is_quick(setting: Setting) -> bool:
 
 def measured(candidate: Candidate, runs: Sequence[Run], plain: Sequence[Run]) -> Measured:
     """What these runs of a candidate say, and its gain over `plain` runs on the same prompts, as far as there are."""
+    lengths = [run.tokens / len(run.rounds) for run in runs if run.rounds]
     logs = [
         math.log((run.tokens / run.seconds) / (base.tokens / base.seconds))
         for run, base in zip(runs, plain, strict=False)
@@ -276,8 +279,7 @@ def measured(candidate: Candidate, runs: Sequence[Run], plain: Sequence[Run]) ->
     gain = math.exp(statistics.fmean(logs)) if logs else 1.0
     error = math.inf
     if len(logs) > 1:
-        factor = T_FACTORS[min(len(logs) - 1, len(T_FACTORS)) - 1]
-        error = factor * statistics.stdev(logs) / math.sqrt(len(logs))
+        error = _half_width(logs)
     tokens, rounds = sum(run.tokens for run in runs), sum(len(run.rounds) for run in runs)
     seconds = sum(run.seconds for run in runs)
     whole = [(run.round_ms, run.first_ms) for run in runs if run.round_ms is not None and run.first_ms is not None]
@@ -293,4 +295,11 @@ def measured(candidate: Candidate, runs: Sequence[Run], plain: Sequence[Run]) ->
         round_ms=statistics.median_low(ms for ms, _ in whole) if whole else None,
         first_ms=statistics.median_low(ms for _, ms in whole) if whole else None,
         answer=1 + tokens / len(runs) if runs else math.inf,
+        accept_error=_half_width(lengths) if len(lengths) >= FEWEST_SPREAD else None,
     )
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Half the 95 % interval of the mean of at least two values."""
+    factor = T_FACTORS[min(len(values) - 1, len(T_FACTORS)) - 1]
+    return factor * statistics.stdev(values) / math.sqrt(len(values))

@@ -98,7 +98,8 @@ class Measured:
     """A candidate as it ran: tokens a second over all prompts, and its gain over plain on the same prompts.
 
     `round_ms` and `first_ms` are medians over the prompts, at `context` tokens on average; None of one-round answers.
-    `answer` is tokens of an answer on average.
+    `answer` is tokens of an answer on average, `accept_error` half the 95 % interval of the accept length, from its
+    spread over the prompts; None where they are too few.
     """
 
     candidate: Candidate
@@ -111,6 +112,7 @@ class Measured:
     round_ms: float | None = None
     first_ms: float | None = None
     answer: float = math.inf
+    accept_error: float | None = None
 
     def record(self) -> dict[str, Any]:
         return {
@@ -300,15 +302,18 @@ def with_real_answers(costs: CostModel, acceptance: Acceptance, seen: Sequence[M
 
     Of several candidates of a pipeline the median counts.
     """
-    bare = replace(acceptance, scale={})
+    bare = replace(acceptance, scale={}, spread={})
     factors: dict[str, list[float]] = {}
+    spread: dict[str, float] = {}
     for each in seen:
         name = each.candidate.pipeline
         expected = dict(PREDICTORS[name](costs, bare, each.context)).get(each.candidate)
         if expected is not None and expected.tokens > 1 and each.prompts:
             accept_len = whole_accept_len(each.accept_len, each.answer)
             factors.setdefault(name, []).append((accept_len - 1) / (expected.tokens - 1))
-    return replace(acceptance, scale={name: median(values) for name, values in factors.items()})
+            if each.accept_error is not None and accept_len > 1:
+                spread[name] = each.accept_error / (accept_len - 1)
+    return replace(acceptance, scale={name: median(values) for name, values in factors.items()}, spread=spread)
 
 
 def form_of(tree: Tree) -> str:
@@ -350,7 +355,8 @@ def _round(
     loop = Cost(costs.loop_ms + costs.extra_ms.get(pipeline, 0.0))
     first_ms, scale = costs.first_ms.get(pipeline, 0.0), acceptance.scale.get(pipeline, 1.0)
     whole = (drafting or draft + verify) + loop
-    return Round(1 + scale * accepted, scale * error, draft, verify, loop, whole, first_ms)
+    error = scale * max(error, acceptance.spread.get(pipeline, 0.0) * accepted)
+    return Round(1 + scale * accepted, error, draft, verify, loop, whole, first_ms)
 
 
 def tree_settings(tree: Tree) -> tuple[tuple[str, int], ...]:

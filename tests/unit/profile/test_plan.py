@@ -174,6 +174,10 @@ def test_what_whole_answers_accepted_scales_what_was_expected() -> None:
     assert planned[tree].accept_len == pytest.approx(2.5)
     assert planned[Candidate("plain")].accept_len == 1.0
     assert with_real_answers(costs, found, ran).scale == found.scale  # from the bare rates, not on top
+    assert planned[tree].uncertainty < 0.1 * planned[tree].gain
+    spread = with_real_answers(costs, acceptance, [replace(ran[0], accept_error=0.5)])
+    wide = {p.candidate: p for p in make_plan(costs, spread).ranking}
+    assert wide[tree].uncertainty == pytest.approx(0.5 / 2.5 * wide[tree].gain, rel=0.05)
     unseen = [replace(ran[0], prompts=0)]
     assert with_real_answers(costs, acceptance, unseen).scale == {}
 
