@@ -60,7 +60,8 @@ def integers_ref(x: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(wide(x), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     kind, mantissa = MANTISSA[padded.dtype]
     rest = (1 << (mantissa - SCALE_BITS[bits])) - 1
-    least = padded.abs().amax(-1, keepdim=True) / MOST[bits]
+    largest = padded.abs().amax(-1, keepdim=True)
+    least = largest / torch.full_like(largest, MOST[bits])  # a GPU multiplies by the inverse of a number
     scale = ((least.view(kind) + rest) & ~rest).view(padded.dtype)
     return (padded / torch.where(scale > 0, scale, 1.0)).round(), scale
 

@@ -15,11 +15,12 @@ from specq.quant.linear import DenseLinear, make_linear
 from specq.quant.packed import PackedWeight, pack_nibbles
 from specq.quant.rounding import FULL
 from specq.quant.rounding import round_rows as round_prompt
+from specq_kernels.act_codes import norm_codes
 from specq_kernels.launch import MAX_ROWS
 from specq_kernels.round_rows import round_rows
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
-from specq_kernels.w4a8 import is_faster, w4a8
+from specq_kernels.w4a8 import is_faster, product_of, w4a8
 from specq_kernels.w4a16 import w4a16, w4a16_silu
 from specq_kernels.w8a16 import pack_w8, w8a16
 from specq_kernels.w16a16 import W16Weight, w16a16
@@ -27,10 +28,33 @@ from specq_kernels.w16a16 import W16Weight, w16a16
 W4_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class KernelLinear(nn.Module):
-    """x @ weight.T + bias of a 4-bit matrix `has_kernel` takes, in `out_dtype` (x's when None)."""
+class FourBitProduct(nn.Module):
+    """What products of a packed 4-bit matrix have in common."""
 
     is_four_bit = True
+    order: Tensor | None
+    weight: W4Weight
+
+    @property
+    def sums_group(self) -> int | None:
+        """The group whose sums of x a producer may hand to `product`; None where x is permuted first."""
+        return self.weight.group_size if self.order is None else None
+
+    def multiplies_codes(self, x: Tensor) -> bool:
+        """Whether x, once rounded, goes through the product of 8-bit activations, which is then the faster one."""
+        return self.order is None and is_decoding(x) and is_faster(x, self.weight)
+
+    def of_norm(self, x: Tensor, norm: Tensor, *, eps: float, act: str) -> Tensor:
+        """The product of x behind an RMSNorm and rounded to `act`, where it `multiplies_codes`; [rows, N]."""
+        codes = norm_codes(x, norm, self.weight.padded[1], eps=eps, bits=int(act[1:]))
+        n = self.weight.shape[0] // 2 if self.weight.is_gate_up else self.weight.shape[0]
+        out = x.new_empty(x.shape[0], n)
+        product_of(codes, self.weight, out, bias=getattr(self, "bias", None))
+        return out
+
+
+class KernelLinear(FourBitProduct):
+    """x @ weight.T + bias of a 4-bit matrix `has_kernel` takes, in `out_dtype` (x's when None)."""
 
     def __init__(
         self, weight: PackedWeight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
@@ -41,11 +65,6 @@ class KernelLinear(nn.Module):
         self.bias = bias
         self.out_dtype = out_dtype
 
-    @property
-    def sums_group(self) -> int | None:
-        """The group whose sums of x a producer may hand to `product`; None where x is permuted first."""
-        return self.weight.group_size if self.order is None else None
-
     def forward(self, x: Tensor, act: str = "a16") -> Tensor:
         """[rows, N], for x [rows, K] in fp16 or bf16."""
         return self.product(x, act=act)
@@ -55,7 +74,7 @@ class KernelLinear(nn.Module):
     ) -> Tensor:
         """The same plus `residual` [rows, N], rounded once up to 64 rows; `sums` are x's over `sums_group`."""
         if act != FULL:
-            if self.order is None and multiplies_codes(x, self.weight):
+            if self.multiplies_codes(x):
                 bits, out = int(act[1:]), self.out_dtype
                 return w4a8(x, self.weight, bits=bits, bias=self.bias, residual=residual, out_dtype=out)
             x, sums = rounded(x, act, group=self.sums_group)
@@ -83,21 +102,15 @@ class KernelByteLinear(nn.Module):
         return w8a16(x, self.weight, bias=self.bias, out_dtype=self.out_dtype)
 
 
-class KernelGateUp(nn.Module):
+class KernelGateUp(FourBitProduct):
     """silu(x @ gate.T) * (x @ up.T) of one 4-bit matrix, gate's rows first. Raises ValueError as KernelLinear."""
 
-    is_four_bit = True
     has_fused_silu = True
 
     def __init__(self, weight: PackedWeight) -> None:
         super().__init__()
         self.order = column_order(weight)
         self.weight = pack(weight, is_gate_up=True)
-
-    @property
-    def sums_group(self) -> int | None:
-        """As in KernelLinear."""
-        return self.weight.group_size if self.order is None else None
 
     def forward(self, x: Tensor, act: str = "a16") -> Tensor:
         """[rows, N / 2] in x's dtype, for x [rows, K] in fp16 or bf16."""
@@ -106,7 +119,7 @@ class KernelGateUp(nn.Module):
     def product(self, x: Tensor, *, sums: Tensor | None = None, act: str = FULL) -> Tensor:
         """The same; `sums` are x's over `sums_group`."""
         if act != FULL:
-            if self.order is None and multiplies_codes(x, self.weight):
+            if self.multiplies_codes(x):
                 return w4a8(x, self.weight, bits=int(act[1:]))
             x, sums = rounded(x, act, group=self.sums_group)
         if self.order is not None:
@@ -164,11 +177,6 @@ def make_kernel_linear(
 def is_decoding(x: Tensor) -> bool:
     """Whether the kernels for few rows take x; they have no gradient."""
     return x.ndim == 2 and x.shape[0] <= MAX_ROWS and not x.requires_grad
-
-
-def multiplies_codes(x: Tensor, weight: W4Weight) -> bool:
-    """Whether rounded x goes through the product of 8-bit activations, which is then the faster one."""
-    return is_decoding(x) and is_faster(x, weight)
 
 
 def rounded(x: Tensor, act: str, *, group: int | None) -> tuple[Tensor, Tensor | None]:

@@ -47,7 +47,9 @@ def round_rows(x: Tensor, act: str) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     columns = x.shape[-1]
     groups = F.pad(wide, (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
-    scale = round_up(groups.abs().amax(-1, keepdim=True) / MOST[act], SCALE_BITS[act])
+    largest = groups.abs().amax(-1, keepdim=True)
+    # By a tensor, because a GPU multiplies by the inverse of a number.
+    scale = round_up(largest / torch.full_like(largest, MOST[act]), SCALE_BITS[act])
     rounded = (groups / scale.where(scale > 0, torch.ones_like(scale))).round() * scale
     return rounded.flatten(-2)[..., :columns].to(x.dtype)
 
