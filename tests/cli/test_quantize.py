@@ -9,7 +9,7 @@ import pytest
 from factories import tiny_config, write_model
 
 import specq.compress
-from specq.cli.quantize import command_line
+from specq.cli.quantize_settings import command_line
 from specq.recipe import QuantizeSection
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specq.cli.console import Console
 from specq.cli.options import Model, Offline, OutputOptions, Overrides, VerbCommand, assignments, flag, takes_options
 from specq.cli.quantize_report import show_head, show_model, show_shared
+from specq.cli.quantize_settings import (
+    command_line,
+    job_settings,
+    public_name,
+    recipe_of,
+    require_rounding,
+    require_unset,
+)
 from specq.errors import GateError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
     from specq.compress.report import Report
     from specq.hub import Snapshot
     from specq.models.shared import Lender
-    from specq.recipe import ModelRef, QuantizeSection, Recipe
+    from specq.recipe import ModelRef, Recipe
 
 METHOD, TEXT, RESULT = "Method", "Calibration", "Result"
 
@@ -165,7 +172,7 @@ def quantize(
         "quantize.strict_shapes": strict_shapes,
         "target.revision": revision,
     }
-    recipe = _recipe(model, [*(overrides or []), *assignments(flags)])
+    recipe = recipe_of(model, [*(overrides or []), *assignments(flags)])
     from specq.spec.check_head import is_head
 
     with Console(quiet=output.quiet).working() as console:
@@ -173,8 +180,8 @@ def quantize(
         if is_head(snapshot.path):
             if share_embeddings is not None:
                 raise UsageError("--share-embeddings is for models, and this is an EAGLE head", hint="leave it out")
-            _require_unset(recipe, OF_MODELS, "is for models, and this is an EAGLE head")
-            _require_rounding(recipe)
+            require_unset(recipe, OF_MODELS, "is for models, and this is an EAGLE head")
+            require_rounding(recipe)
             head = _run_head(recipe, snapshot, out, overwrite=overwrite)
             console.document(head.record()) if output.as_json else show_head(console, head)
             return
@@ -185,7 +192,7 @@ def quantize(
 
             lender = _lender(share_embeddings, offline=offline, console=console)
             if is_quantized(snapshot.path):
-                _require_unset(recipe, QuantizeSection.model_fields, "changes nothing: the model is in 4 bits already")
+                require_unset(recipe, QuantizeSection.model_fields, "changes nothing: the model is in 4 bits already")
                 left = leave_embeddings(snapshot.path, out, lender=lender, overwrite=overwrite)
                 console.document(left.record()) if output.as_json else show_shared(console, left)
                 return
@@ -204,32 +211,6 @@ def quantize(
         )
 
 
-def _recipe(model: str | None, overrides: Sequence[str]) -> Recipe:
-    """The recipe of MODEL with a quantize section in any case."""
-    from specq.recipe import QuantizeSection, resolve
-
-    recipe = resolve(model, overrides=overrides)
-    return recipe if recipe.quantize else recipe.model_copy(update={"quantize": QuantizeSection()})
-
-
-def _require_unset(recipe: Recipe, names: Iterable[str], why: str) -> None:
-    """Raise UsageError for the first of these settings that is not what it is when nobody sets it."""
-    assert recipe.quantize is not None
-    given = recipe.quantize.model_dump(exclude_defaults=True)
-    for name in names:
-        if name in given:
-            raise UsageError(f"--{name.replace('_', '-')} {why}", hint="leave it out")
-
-
-def _require_rounding(recipe: Recipe) -> None:
-    """Raise UsageError when GPTQ was asked for by name: without a flag a model gets it, and a head is rounded."""
-    section = recipe.quantize
-    if section is not None and section.method == "gptq" and "method" in section.model_fields_set:
-        raise UsageError(
-            "`--method gptq` is for models: an EAGLE head is rounded to nearest", hint="leave it out, or --method rtn"
-        )
-
-
 def _lender(model: str, *, offline: bool, console: Console) -> Lender:
     """The model that `--share-embeddings` names."""
     from specq.models.shared import Lender
@@ -237,7 +218,7 @@ def _lender(model: str, *, offline: bool, console: Console) -> Lender:
 
     ref = resolve(model).target
     snapshot = _find(ref, offline=offline, console=console)
-    return Lender(snapshot.path, snapshot.repo_id or _public_name(ref.model, snapshot.path))
+    return Lender(snapshot.path, snapshot.repo_id or public_name(ref.model, snapshot.path))
 
 
 def _find(ref: ModelRef, *, offline: bool, console: Console) -> Snapshot:
@@ -257,7 +238,7 @@ def _run_head(recipe: Recipe, snapshot: Snapshot, out: Path, *, overwrite: bool)
 
     section = recipe.quantize
     assert section is not None
-    name = snapshot.repo_id or _public_name(recipe.target.model, snapshot.path)
+    name = snapshot.repo_id or public_name(recipe.target.model, snapshot.path)
     return quantize_eagle(
         snapshot.path,
         out,
@@ -287,7 +268,7 @@ def _run(
     assert section is not None
     progress = console.progress()
     try:
-        name = snapshot.repo_id or _public_name(recipe.target.model, snapshot.path)
+        name = snapshot.repo_id or public_name(recipe.target.model, snapshot.path)
         settings, calibration = job_settings(section)
         return quantize(
             snapshot.path,
@@ -307,38 +288,3 @@ def _run(
         raise
     finally:
         progress.clear()
-
-
-def job_settings(section: QuantizeSection) -> tuple[Any, Any]:
-    """The compress Settings and Calibration that a recipe's section means."""
-    from specq.compress.plan import Settings
-    from specq.compress.runner import Calibration
-
-    settings = Settings(
-        method=section.method,
-        group_size=section.group_size,
-        stored_order=section.act_order,
-        symmetric=not section.asym,
-        format=section.format,
-        strict_shapes=section.strict_shapes,
-        head_bits=section.head_bits,
-    )
-    return settings, Calibration(section.calib, section.samples, section.seq_len)
-
-
-def command_line(name: str, section: QuantizeSection, lender: Lender | None = None) -> str:
-    """The command that makes this model again, without any path of this machine."""
-    words = ["specq", "quantize", name, "-o", "DIR"]
-    if lender is not None:
-        words += ["--share-embeddings", lender.name]
-    for key, value in section.model_dump(exclude_defaults=True).items():
-        words.append(f"--{key.replace('_', '-')}")
-        if key == "calib" and not str(value).startswith("hub:"):
-            value = Path(str(value)).name
-        if value is not True:
-            words.append(str(value))
-    return " ".join(words)
-
-
-def _public_name(model: str, path: Path) -> str:
-    return model if model.startswith("specq:") else path.resolve().name
