@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 from specq.profile.acceptance import Acceptance, Rates
 from specq.profile.cost import SEQUENCE, TREE, Cost, CostModel, StepCurve, Tree
-from specq.spec.decision import answer_tps, whole_accept_len
+from specq.spec.decision import answer_tps
 
 SELF = "target_low"
 """The role under which the target's own drafting in low precision is timed."""
@@ -266,6 +265,22 @@ def qspec_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Pr
             )
 
 
+def why_no_qspec(costs: CostModel, context: float) -> str | None:
+    """The reason why the target's own drafts cannot pay, whatever is accepted: a token of them costs a plain step."""
+    timed = costs.drafting.get(SELF, {})
+    reasons = []
+    for bits in sorted({bits for _, _, bits in timed}, reverse=True):
+        lengths = [length for length, _, other in timed if other == bits]
+        short, long = (
+            costs.draft(SELF, Tree(0, length, 1, bits), context).ms for length in (min(lengths), max(lengths))
+        )
+        share = (long - short) / max(max(lengths) - min(lengths), 1) / costs.steps["target"].step(1, context).ms
+        if share < 1:
+            return None
+        reasons.append(f"with activations in {bits} bits a token it drafts costs {share:.2f} plain steps")
+    return f"cannot pay here: {', '.join(reasons)}" if reasons else None
+
+
 PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
     "plain": plain_rounds,
     "lookup": lookup_rounds,
@@ -274,46 +289,6 @@ PREDICTORS: dict[str, Callable[[CostModel, Acceptance, float], Predicted]] = {
     "hierarchical": hierarchical_rounds,
     "qspec": qspec_rounds,
 }
-
-
-def with_real_rounds(costs: CostModel, acceptance: Acceptance, seen: Sequence[Measured]) -> CostModel:
-    """The cost model with what rounds of pipelines that ran took beyond the sum of their parts, or less.
-
-    Of several candidates of a pipeline the median counts.
-    """
-    bare = replace(costs, loop_ms=0.0, extra_ms={}, first_ms={})
-    more: dict[str, list[float]] = {}
-    first: dict[str, list[float]] = {}
-    for each in seen:
-        name = each.candidate.pipeline
-        expected = dict(PREDICTORS[name](bare, acceptance, each.context)).get(each.candidate)
-        if expected is not None and each.round_ms is not None:
-            more.setdefault(name, []).append(each.round_ms - expected.cost.ms)
-            first.setdefault(name, []).append(max(each.first_ms or 0.0, 0.0) if name != "plain" else 0.0)
-    medians = {pipeline: median(values) for pipeline, values in more.items()}
-    loop_ms = medians.pop("plain", costs.loop_ms)
-    extra_ms = {pipeline: value - loop_ms for pipeline, value in medians.items()}
-    first_ms = {pipeline: median(values) for pipeline, values in first.items()}
-    return replace(costs, loop_ms=loop_ms, extra_ms=extra_ms, first_ms=first_ms)
-
-
-def with_real_answers(costs: CostModel, acceptance: Acceptance, seen: Sequence[Measured]) -> Acceptance:
-    """The acceptance scaled, pipeline by pipeline, so that what ran on more prompts is predicted to accept as it did.
-
-    Of several candidates of a pipeline the median counts.
-    """
-    bare = replace(acceptance, scale={}, spread={})
-    factors: dict[str, list[float]] = {}
-    spread: dict[str, float] = {}
-    for each in seen:
-        name = each.candidate.pipeline
-        expected = dict(PREDICTORS[name](costs, bare, each.context)).get(each.candidate)
-        if expected is not None and expected.tokens > 1 and each.prompts:
-            accept_len = whole_accept_len(each.accept_len, each.answer)
-            factors.setdefault(name, []).append((accept_len - 1) / (expected.tokens - 1))
-            if each.accept_error is not None and accept_len > 1:
-                spread[name] = each.accept_error / (accept_len - 1)
-    return replace(acceptance, scale={name: median(values) for name, values in factors.items()}, spread=spread)
 
 
 def form_of(tree: Tree) -> str:

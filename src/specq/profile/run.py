@@ -12,6 +12,7 @@ from specq.environment import device_state
 from specq.errors import NotEnoughMemoryError, UsageError
 from specq.models.memory import free_bytes
 from specq.profile.cost import Tree
+from specq.profile.learn import with_real_answers, with_real_rounds
 from specq.profile.measure import (
     SELF_LENGTHS,
     AnyKey,
@@ -31,8 +32,7 @@ from specq.profile.predict import (
     Measured,
     self_settings,
     tree_settings,
-    with_real_answers,
-    with_real_rounds,
+    why_no_qspec,
 )
 from specq.profile.result import Profile
 from specq.profile.split import split_steps
@@ -91,6 +91,7 @@ class _Run:
         self.seen = Observation()
         recipe = request.recipe
         drafter = recipe.drafter
+        self.missing = dict(subject.available)
         self.recipe_tree = Tree(drafter.nodes, drafter.depth, drafter.top_k, drafter.head_bits or 16)
         asked = {"nodes", "depth", "top_k"} & drafter.model_fields_set or request.by_hand
         tree = self.recipe_tree if asked else None
@@ -99,7 +100,7 @@ class _Run:
             context=subject.context,
             tree=tree,
             head_bits=subject.head_bits,
-            act_bits=() if subject.available["qspec"] else (recipe.pipeline.act_bits,),
+            act_bits=() if self.missing["qspec"] else (recipe.pipeline.act_bits,),
             is_padded=self.parts.target.model.device_step is not None,
         )
         self.setting = Setting(
@@ -163,10 +164,12 @@ class _Run:
         )
 
     def _observe(self) -> None:
+        if self.missing["qspec"] is None and "qspec" not in self.request.by_hand:
+            self.missing["qspec"] = why_no_qspec(cost_model(self.samples), self.grid.contexts[0])
         tasks = [
             task
             for task in self._tasks()
-            if task[1] not in self.request.by_hand and self.subject.available[task[0].pipeline] is None
+            if task[1] not in self.request.by_hand and self.missing[task[0].pipeline] is None
         ]
         observe(self.setting, self.prompts, tasks, self.seen, seconds=0.35 * self.seconds, on_run=self.say)
 
@@ -217,7 +220,7 @@ class _Run:
             self.profile.acceptance,
             context=context,
             answer=self.setting.max_new_tokens,
-            missing=self.subject.available,
+            missing=self.missing,
             memory=self.profile.memory,
             available_bytes=None if free is None else free + sum(self.profile.memory.values()),
         )

@@ -14,10 +14,11 @@ from specq.spec.pipelines import Seat
 from specq.spec.sampling import Sampler
 
 SPLIT_NODES = (1, 8, 32)
-REPEATS = 3
+REPEATS = {"cpu": 1, "cuda": 3}
+"""Steps that are looked into; on a CPU they are long, and the profiler makes them longer."""
 
 ATTENTION = ("attention", "flash", "fmha", "sdpa", "bmm")
-PRODUCTS = ("mm", "gemm", "gemv", "linear", "w4a16", "w16a16", "int4", "cutlass", "splitk", "nvjet", "xmma")
+PRODUCTS = ("mm", "gemm", "gemv", "linear", "w4a16", "w4a8", "w16a16", "int4", "cutlass", "splitk", "nvjet", "xmma")
 """Parts of the names of operators and kernels; attention is looked for first."""
 
 
@@ -47,7 +48,7 @@ def _shares(job: Any, device: torch.device) -> dict[str, float]:
     is_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if is_gpu else [ProfilerActivity.CPU]
     with profile(activities=activities) as profiler:
-        for _ in range(REPEATS):
+        for _ in range(REPEATS[device.type]):
             job()
     times = {"products": 0.0, "attention": 0.0, "rest": 0.0}
     for event in profiler.key_averages():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specq.profile.acceptance import Acceptance, Rates
 from specq.profile.cost import CostModel, StepCurve, Timing, Tree
+from specq.profile.learn import with_real_answers, with_real_rounds
 from specq.profile.plan import MODELS_OF, Plan, explain, levels, plan, settle
 from specq.profile.predict import (
     PREDICTORS,
@@ -18,8 +19,7 @@ from specq.profile.predict import (
     Candidate,
     Measured,
     draft_lengths,
-    with_real_answers,
-    with_real_rounds,
+    why_no_qspec,
 )
 from specq.spec.pipelines import PIPELINES
 
@@ -305,6 +305,14 @@ def test_the_chance_of_the_targets_own_draft_decides_whether_it_pays() -> None:
         assert own[0].draft_ms == pytest.approx(10.0 * share * lengths[0])
         assert (found.winner.candidate.pipeline == "qspec") == pays
         assert (own[0].gain > 1) == pays
+
+
+def test_drafts_of_its_own_that_cost_plain_steps_are_not_even_tried() -> None:
+    for per_token, why in ((8.0, None), (10.5, "a token it drafts costs 1.05 plain steps")):
+        drafting = {SELF: {(length, 1, 8): timing(1.0 + per_token * length) for length in (1, 8)}}
+        reason = why_no_qspec(CostModel({"target": steps(FLAT)}, drafting), CONTEXT)
+        assert (reason is None) if why is None else (reason is not None and why in reason)
+    assert why_no_qspec(CostModel({"target": steps(FLAT)}), CONTEXT) is None
 
 
 @given(growth, growth, st.floats(0.05, 1.2), st.floats(0.0, 5.0), unit, unit, unit, st.floats(0.0, 0.5))
