@@ -16,6 +16,7 @@ from specq.spec.device_round import DeviceRound, DeviceVerifier
 from specq.spec.sampling import Seen
 from specq.spec.self_chain import SelfChain
 from specq.spec.tree import MAX_NODES, DraftTree, chain
+from specq_kernels.follow_sample import follow_sample
 
 
 class DeviceSelfChain(SelfChain):
@@ -42,6 +43,7 @@ class SelfDrafting:
         self._at = torch.arange(MAX_NODES, device=device)
         self._tree = torch.zeros(2, MAX_NODES, dtype=torch.int32, device=device)
         self._tree[1] = self._at - 1
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
 
     def __call__(self, round_: DeviceRound, start: int, unseen: Sequence[int], *, act: Act, length: int) -> Tensor:
         """int32 [2, 64], tokens (-1 where the sampler is undecided) and parents of a chain, until the next call.
@@ -56,18 +58,17 @@ class SelfDrafting:
     def _draft(self, round_: DeviceRound, count: int, trunk: int, act: Act, length: int) -> None:
         step, last = round_.lay_out(), trunk - 1
         step.forward(count, act)
-        position = round_.positions[last : last + 1]
-        hidden = step.final[last : last + 1]
+        self._position.copy_(round_.positions[last : last + 1])
+        hidden, nodes = step.final[last : last + 1], trunk
         for i in range(length):
-            token = round_.choose(hidden, position + i, self._seen(round_, i), act=act).int()
-            self._tree[0, i : i + 1].copy_(token)
-            if i + 1 == length:
-                break
+            sampled = round_.choose(hidden, self._position, self._seen(round_, i), act=act)
             # The next node stands alone in its step: the first of the buffers, a root that sees itself.
-            step.tokens[:1].copy_(token.clamp(min=0))
-            step.length.add_(trunk if i == 0 else 1)
-            step.forward(1, act)
-            hidden = step.final[:1]
+            follow_sample(
+                sampled, self._tree[0], i, ids=step.tokens, length=step.length, position=self._position, nodes=nodes
+            )
+            if i + 1 < length:
+                step.forward(1, act)
+                hidden, nodes = step.final[:1], 1
 
     def _seen(self, round_: DeviceRound, count: int) -> Seen | None:
         """What counts for penalties behind so many drafted tokens."""
