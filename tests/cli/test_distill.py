@@ -167,6 +167,25 @@ def test_training_begins_with_a_given_head(call, target, tmp_path) -> None:
     assert "the head's fc is [64, 128] and the target's hidden size is 32" in done.err
 
 
+def test_what_is_of_the_wrong_kind_is_said_before_anything_is_written(call, target, tmp_path) -> None:
+    head, small = tmp_path / "head", tmp_path / "small"
+    assert call("distill", target, "--kind", "eagle", "-o", head, "--steps", "1", *SMALL).code == 0
+    cut = ("--kind", "intermediate", "--layers", "2")
+    assert call("distill", target, *cut, "-o", small, "--steps", "1", *SMALL).code == 0
+    for model, arguments, code, said in (
+        (head, ("--kind", "eagle"), 2, "`head` is an EAGLE head and no whole model"),
+        (target, ("--kind", "eagle", "--from", small), 2, "`small` is a whole model, and what is trained is not"),
+        (target, (*cut, "--from", head), 2, "`head` is an EAGLE head, and what is trained is not"),
+        (target, ("--kind", "eagle", "--from", head, "--set", "distill.width=8"), 6, "training cannot begin with this"),
+    ):
+        done = call("distill", model, *arguments, "-o", tmp_path / "x", *SMALL)
+        assert (done.code, said in done.err) == (code, True), done.err
+    wrong = call("run", target, "hello", "--pipeline", "eagle2", "--drafter", small, *ANSWER)
+    assert wrong.code == 6
+    assert "these are the weights of a whole model, and no EAGLE head's" in wrong.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "small"]
+
+
 def test_prompts_of_a_file_are_used_and_evaluation_has_its_own(call, target, tmp_path) -> None:
     (tmp_path / "train.txt").write_text("\n".join(f"count to {i}" for i in range(6)))
     (tmp_path / "eval.jsonl").write_text('{"prompt": "sing"}\n')

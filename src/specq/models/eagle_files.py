@@ -214,6 +214,11 @@ class HeadFiles:
         if self.is_eagle3:
             needed |= set(EAGLE3_NORMS.values())
         missing = sorted(needed - self._names.keys())
+        if "fc.weight" in missing and "norm.weight" in self._names:
+            raise UnsupportedError(
+                "these are the weights of a whole model, and no EAGLE head's: they lack `fc.weight`",
+                hint="a whole model drafts with --pipeline sequence --intermediate MODEL",
+            )
         if missing:
             raise UnsupportedError(f"the head lacks `{missing[0]}`", hint=FORMS_HINT)
         extra = sorted(name for name in self._names.keys() - needed - optional if "rotary_emb" not in name)

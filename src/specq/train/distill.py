@@ -42,9 +42,10 @@ from specq.train.intermediate import IntermediateTask, choose_layers, layer_impo
 from specq.train.job import (
     TRAINING,
     Job,
+    check_drafters,
     check_lender,
     check_settings,
-    check_start,
+    check_target,
     fingerprint,
     load_start,
     load_target,
@@ -93,10 +94,11 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
     lender = None if job.lender is None else job.lender.path
     sources = [path for path in (job.target.path, job.start, lender) if path is not None]
     check_output(job.output, overwrite=job.overwrite, sources=sources)
+    check_target(job)
     spec = model_spec(job.target.path)
     check_settings(job.kind, settings, spec)
     check_lender(job)
-    check_start(job, spec)
+    check_drafters(job, spec)
     companion_files(job.target.path)  # a link out of the folder is refused now, not after training
     training, held_out = choose_prompts(settings)
     tokenizer = Tokenizer.load(job.lender.path if job.lender else job.target.path)

@@ -36,9 +36,7 @@ ROUNDED_PART = 0.35
 SETTLE_EVERY = 16
 """Steps between two searches of scales, which take as long as a step."""
 
-DOWN = "layers.0.mlp.down_proj.weight"
-MLP_SIDES = {"layers.0.mlp.gate_proj.weight": 0, "layers.0.mlp.up_proj.weight": 0, DOWN: 1}
-"""The dimension of each of the MLP's matrices that is its width."""
+GATE, DOWN = "layers.0.mlp.gate_proj.weight", "layers.0.mlp.down_proj.weight"
 
 
 def head_config(spec: ModelSpec, *, dtype: torch.dtype, width: int | None = None) -> dict[str, Any]:
@@ -90,6 +88,7 @@ class HeadTask:
         self._output = output_matrix(target) if kept_ids is None else output_matrix(target)[kept_ids.to(target.device)]
         self._modules = _new_head(target, width=self.config["intermediate_size"], seed=settings.seed)
         if start is not None:
+            check_start(start, target.spec, width=settings.width)
             _take_over(self._modules, start, target.spec)
         self._modules.requires_grad_()
         self._settled = 0
@@ -229,25 +228,40 @@ def published_tensors(head: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
     return {name: stored(tensor) for name, tensor in _by_published_name(head, spec).items()}
 
 
-@torch.no_grad()
-def _take_over(head: nn.Module, files: HeadFiles, spec: ModelSpec) -> None:
-    """Give the head the weights of these files; the MLP may have grown, which changes nothing it computes.
+def check_start(files: HeadFiles, spec: ModelSpec, *, width: int | None) -> None:
+    """Raise UnsupportedError unless training for a target of this spec can begin with the weights of these files.
 
-    Raises UnsupportedError for tensors that the head has not.
+    Their MLP may be narrower than `width`, by default the target's.
     """
     files.check_fit(spec)
-    for name, tensor in _by_published_name(head, spec).items():
-        shape, wanted = files.shape(name), tuple(tensor.shape)
-        grows = name in MLP_SIDES and shape[1 - MLP_SIDES[name]] == wanted[1 - MLP_SIDES[name]] and shape < wanted
+    q, kv, hidden = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden
+    shapes = {
+        "layers.0.self_attn.q_proj.weight": (q, hidden),
+        "layers.0.self_attn.k_proj.weight": (kv, hidden),
+        GATE: (width or spec.intermediate, hidden),
+    }
+    for name, wanted in shapes.items():
+        shape = files.shape(name)
+        grows = name == GATE and shape[0] < wanted[0]
         if files.is_eagle3 or files.has("fc.bias") or not (shape == wanted or grows):
             raise UnsupportedError(
                 f"training cannot begin with this head: `{name}` is {list(shape)}, "
                 f"what is trained has {list(wanted)} and no biases",
                 hint="leave out --from",
             )
+
+
+@torch.no_grad()
+def _take_over(head: nn.Module, files: HeadFiles, spec: ModelSpec) -> None:
+    """Give the head the weights of these files, which passed `check_start`.
+
+    Where its MLP is wider, what it gained is silent at first: nothing it computes changes.
+    """
+    for name, tensor in _by_published_name(head, spec).items():
+        stored = files.tensor(name)
         if name == DOWN:
-            tensor.zero_()  # the new columns: what the MLP gained is silent at first
-        tensor[: shape[0], ...].narrow(-1, 0, shape[-1]).copy_(files.tensor(name))
+            tensor.zero_()
+        tensor[: stored.shape[0], ...].narrow(-1, 0, stored.shape[-1]).copy_(stored)
 
 
 def _by_published_name(head: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
@@ -262,9 +276,9 @@ def _by_published_name(head: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
         "layers.0.self_attn.k_proj.weight": keys,
         "layers.0.self_attn.v_proj.weight": values,
         "layers.0.self_attn.o_proj.weight": parameters["layer.o.weight"],
-        "layers.0.mlp.gate_proj.weight": gate,
+        GATE: gate,
         "layers.0.mlp.up_proj.weight": up,
-        "layers.0.mlp.down_proj.weight": parameters["layer.down.weight"],
+        DOWN: parameters["layer.down.weight"],
         "layers.0.post_attention_layernorm.weight": parameters["layer.mlp_norm"],
     }
 

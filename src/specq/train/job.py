@@ -11,10 +11,13 @@ from specq.checkpoint import ModelSpec
 from specq.errors import UsageError
 from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
+from specq.models.eagle_files import HeadFiles
 from specq.models.loader import Engine, load_model, model_spec
 from specq.models.shared import MANIFEST, read_shared, require_lender, without_lender
 from specq.recipe import DistillSection, Recipe
+from specq.spec.check_head import is_head
 from specq.tensors import open_weights
+from specq.train.eagle import check_start
 
 TRAINING = Engine(use_kernels=False)
 """What is trained needs gradients, and a student is cut from the target's dense matrices."""
@@ -84,19 +87,37 @@ def check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> No
         )
 
 
-def check_start(job: Job, target: ModelSpec) -> None:
-    """Raise unless the intermediate to begin with, if any, goes with this target and with --layers."""
-    if job.kind != "intermediate" or job.start is None:
+def check_drafters(job: Job, target: ModelSpec) -> None:
+    """Raise unless the drafter to begin with, if any, is of this kind and goes with the target and with --layers."""
+    settings, start = job.settings, job.start
+    if start is None:
         return
-    spec, layers = model_spec(job.start), job.settings.layers
+    if is_head(start) != (job.kind == "eagle"):
+        what, other = ("an EAGLE head", "eagle") if is_head(start) else ("a whole model", "intermediate")
+        raise UsageError(
+            f"`{start.name}` is {what}, and what is trained is not", hint=f"give --kind {other}, or another --from"
+        )
+    if job.kind == "eagle":
+        check_start(HeadFiles(start), target, width=settings.width)
+        return
+    spec = model_spec(start)
     if (spec.hidden, spec.vocab) != (target.hidden, target.vocab):
         raise UsageError(
-            f"`{job.start.name}` has hidden size {spec.hidden} and {spec.vocab} ids, "
+            f"`{start.name}` has hidden size {spec.hidden} and {spec.vocab} ids, "
             f"the target {target.hidden} and {target.vocab}",
             hint="--from takes an intermediate cut from this target",
         )
-    if layers not in (None, spec.layers):
-        raise UsageError(f"`{job.start.name}` has {spec.layers} layers, not {layers}", hint="leave out --layers")
+    if settings.layers not in (None, spec.layers):
+        raise UsageError(f"`{start.name}` has {spec.layers} layers, not {settings.layers}", hint="leave out --layers")
+
+
+def check_target(job: Job) -> None:
+    """Raise UsageError for a head, which nothing can be trained for."""
+    if is_head(job.target.path):
+        raise UsageError(
+            f"`{job.target.name}` is an EAGLE head and no whole model",
+            hint="name the model it drafts for; --from HEAD goes on with it",
+        )
 
 
 def load_start(job: Job, target: CausalLM) -> tuple[CausalLM, dict[str, Any]]:
