@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
-from specq.quant.kernel_linear import DenseKernelLinear, KernelGateUp, KernelLinear
+from specq.quant.kernel_linear import DenseKernelLinear, FourBitProduct, KernelGateUp, KernelLinear
 from specq.quant.rounding import FULL
 from specq_kernels.launch import row_bucket
 from specq_kernels.norm_rope import rms_norm, silu_mul
@@ -21,11 +21,21 @@ def finish_layer(layer: DecoderLayer, x: Tensor, attended: Tensor, *, sums: Tens
     `sums` are those of `attended` that `attention_sums` made room for.
     """
     x = multiply(layer.o, attended, residual=x, sums=sums, act=act)
-    h, _, sums = rms_norm(x, layer.mlp_norm, eps=layer.eps, group=sums_group(layer.gate_up, act))
-    if isinstance(layer.gate_up, KernelGateUp):
-        return multiply(layer.down, layer.gate_up.product(h, sums=sums, act=act), residual=x, act=act)
-    h, sums = silu_mul(multiply(layer.gate_up, h, sums=sums, act=act), group=sums_group(layer.down, act))
+    h = multiply_normed(layer.gate_up, x, layer.mlp_norm, eps=layer.eps, act=act)
+    if layer.has_fused_silu:
+        return multiply(layer.down, h, residual=x, act=act)
+    h, sums = silu_mul(h, group=sums_group(layer.down, act))
     return multiply(layer.down, h, residual=x, sums=sums, act=act)
+
+
+def multiply_normed(module: nn.Module, x: Tensor, norm: Tensor, *, eps: float, act: str = FULL) -> Tensor:
+    """[rows, N]: the module's product of x behind an RMSNorm, its SiLU included where the module has one."""
+    if act != FULL and isinstance(module, FourBitProduct) and module.multiplies_codes(x):
+        return module.of_norm(x, norm, eps=eps, act=act)
+    h, _, sums = rms_norm(x, norm, eps=eps, group=sums_group(module, act))
+    if isinstance(module, KernelGateUp):
+        return module.product(h, sums=sums, act=act)
+    return multiply(module, h, sums=sums, act=act)
 
 
 def multiply(
@@ -43,7 +53,7 @@ def multiply(
 def sums_group(module: nn.Module, act: str = FULL) -> int | None:
     """The group over which the module wants sums of its x from whoever makes x, or None: of x that is rounded first
     nobody but the module has them."""
-    return module.sums_group if act == FULL and isinstance(module, KernelLinear | KernelGateUp) else None
+    return module.sums_group if act == FULL and isinstance(module, FourBitProduct) else None
 
 
 def attention_sums(layer: DecoderLayer, count: int, *, device: torch.device, act: str = FULL) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM, Nodes, Output
-from specq.models.device_layer import attention_sums, finish_layer, multiply, rotary_tables, sums_group
+from specq.models.device_layer import attention_sums, finish_layer, multiply_normed, rotary_tables
 from specq.models.graphs import GraphPool, Graphs
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
@@ -211,9 +211,8 @@ class BoundStep:
         """The residual stream [nodes, hidden] after a layer; appends its K and V."""
         count = x.shape[0]
         assert layer.attention_norm is not None
-        h, _, sums = rms_norm(x, layer.attention_norm, eps=layer.eps, group=sums_group(layer.qkv, act))
         q = append_rotary(
-            multiply(layer.qkv, h, sums=sums, act=act),
+            multiply_normed(layer.qkv, x, layer.attention_norm, eps=layer.eps, act=act),
             self._k[index],
             self._v[index],
             self._cos,
