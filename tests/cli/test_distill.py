@@ -50,6 +50,17 @@ def test_a_head_is_trained_measured_and_loads(call, target, tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
 
 
+def test_an_interrupted_run_says_how_to_go_on(call, target, tmp_path, monkeypatch) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specq.train.distill.train", interrupt)
+    done = call("distill", target, "--kind", "eagle", "-o", tmp_path / "head", *SMALL)
+    assert done.code == 130
+    assert "stopped; the same command goes on" in done.err
+    assert not (tmp_path / "head").exists()
+
+
 def test_a_target_may_write_its_prompts_itself(call, target, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("specq.train.own_prompts.MAX_TOKENS", 300)  # random weights seldom write an end
     options = ("--kind", "eagle", "--own-prompts", "12", "-o", tmp_path / "head", "--steps", "1")

@@ -159,6 +159,11 @@ def distill(
                 overwrite=overwrite,
             )
             manifest = distill(job, say=progress)
+        except KeyboardInterrupt:
+            console.note(
+                "stopped; the same command goes on after the last answers and the last checkpoint that were kept"
+            )
+            raise
         finally:
             progress.clear()
         if output.as_json:
