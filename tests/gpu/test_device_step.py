@@ -193,13 +193,14 @@ def test_text_of_every_pipeline_is_that_of_plain_decoding(
     recipe = Recipe.model_validate({"target": str(folder), "intermediate": intermediate, "drafter": str(head)})
     pipeline = load_pipeline(recipe, device=DEVICE.type, dtype="float16", context=256)
     assert isinstance(pipeline.target.device_step, DeviceStep)
-    assert all(reason is None for reason in pipeline.available.values())
+    runs = [name for name, reason in pipeline.available.items() if reason is None]
+    assert set(pipeline.available) - set(runs) <= {"qspec"}  # which needs 4 bits
     sampling = Sampling(temperature=temperature, seed=1)
     prompt = pipeline.encode("the owl and the fox and the owl and", raw=True)
     asked = Asked(tuple(prompt), sampling, answer(pipeline, "plain", prompt, sampling))
     decoding = Decoding(sampling=sampling, max_new_tokens=64, is_forced=True)
     matcher = Matcher(pipeline, folder, dtype="float16", decoding=decoding, asked=[asked])
-    for name in pipeline.available:
+    for name in runs:
         verdict = matcher.verdict(asked, answer(pipeline, name, prompt, sampling))
         assert verdict.kind in ("exact", "tie"), (name, verdict)
 
