@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specq_kernels.group_sums import group_sums_ref, sums_shape
 from specq_kernels.launch import check_tensor, has_dependent_launch, interpreted, runs_kernel, wide
+from specq_kernels.w4_device import sum_parts
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definitions only
 
@@ -30,6 +31,14 @@ def rms_norm(
         check_tensor("residual", residual, shape=(rows, k), dtype=x.dtype, device=x.device)
     if not runs_kernel(x):
         return rms_norm_ref(x, weight, eps=eps, residual=residual, group=group)
+    return _launch(x, weight, eps, residual, None, group)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, parts: Tensor | None, group: int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The kernel over x, or over `parts` of the shape of x."""
+    rows, k = x.shape
     y = torch.empty_like(x)
     h = torch.empty_like(x) if residual is not None else x
     sums = x.new_empty(sums_shape(x, group), dtype=torch.float32) if group else None
@@ -37,11 +46,41 @@ def rms_norm(
     early = has_dependent_launch(x)
     options = {} if interpreted() else {"num_warps": min(16, max(4, block // 256)), "launch_pdl": early}
     _rms_norm_kernel[(rows,)](
-        x, residual if residual is not None else x, weight, y, h, sums if sums is not None else y, k,
-        sums.shape[0] if sums is not None else 0, eps, HAS_RESIDUAL=residual is not None, GROUP=group or 0,
+        x if parts is None else parts, residual if residual is not None else x, weight, y, h,
+        sums if sums is not None else y, k, k if parts is None else parts.shape[2],
+        sums.shape[0] if sums is not None else 0, eps, HAS_RESIDUAL=residual is not None,
+        PARTS=0 if parts is None else parts.shape[0], GROUP=group or 0,
         STRIDE=sums.shape[1] if sums is not None else 0, BLOCK=block, EARLY=early, **options,
     )  # fmt: skip
     return y, h, sums
+
+
+def rms_norm_parts(
+    parts: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `rms_norm`, of a product that `w4a16_parts` left in parts: h = sum of parts + residual, rounded once.
+
+    parts float32 [parts, rows, at least K]; residual [rows, K]. Raises ValueError naming the argument.
+    """
+    rows, k = check_matrix("residual", residual)
+    check_tensor("parts", parts, shape=(None, rows, None), device=residual.device)
+    check_tensor("weight", weight, shape=(k,), dtype=FLOATS, device=residual.device)
+    if parts.shape[2] < k:
+        raise ValueError(f"parts: {parts.shape[2]} columns, the residual has {k}")
+    if not runs_kernel(residual):
+        return rms_norm_parts_ref(parts, residual, weight, eps=eps, group=group)
+    return _launch(residual, weight, eps, residual, parts, group)
+
+
+def rms_norm_parts_ref(
+    parts: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The definition."""
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total = total + part
+    h = (total[:, : residual.shape[1]] + wide(residual)).to(residual.dtype)
+    return rms_norm_ref(h, weight, eps=eps, group=group)
 
 
 def rms_norm_ref(
@@ -100,10 +139,11 @@ def _store_sums(y, sums_ptr, row, first, groups, GROUP: tl.constexpr, STRIDE: tl
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, sums_ptr, k, groups, eps,
-    HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, sums_ptr, k, columns, groups, eps,
+    HAS_RESIDUAL: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; all matrices [rows, k]."""
+    """One row a program; all matrices [rows, k], but x [PARTS, rows, columns] where it is in parts."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
@@ -113,8 +153,15 @@ def _rms_norm_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     at = row.to(tl.int64) * k + offs
-    h = tl.load(x_ptr + at, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
+    if PARTS > 0:
+        stride = tl.num_programs(0).to(tl.int64) * columns
+        h = sum_parts(x_ptr, row.to(tl.int64) * columns + offs, mask, stride, PARTS)
+        h += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        h = h.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + at, h, mask=mask)
+    else:
+        h = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if HAS_RESIDUAL and PARTS == 0:
         h = (h.to(tl.float32) + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)).to(h.dtype)
         tl.store(h_ptr + at, h, mask=mask)
     wide = h.to(tl.float32)

@@ -1,4 +1,4 @@
-"""The two ends of a step: rows of the embedding with their positions, and rows kept beside the cache.
+"""The two ends of a step: rows of the embedding, and rows kept beside the cache.
 
 `embed_rows` alone of all kernels lets the next one start only when the one before it is done: kernels behind it may
 read what was written before it (the length, depths and masks of the step) without waiting.
@@ -16,36 +16,26 @@ from specq_kernels.launch import check_tensor, has_dependent_launch, interpreted
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definitions only
 
 
-def embed_rows(
-    embedding: Tensor, tokens: Tensor, depths: Tensor, length: Tensor, *, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(embedding[tokens] as `dtype` [n, E], positions int32 [n] = length + depths).
+def embed_rows(embedding: Tensor, tokens: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """embedding[tokens] as `dtype`, [n, E]; embedding [vocab, E] in any float, tokens int32 [n] within it.
 
-    embedding [vocab, E] in any float; tokens int32 [n], within it; depths int32 [n]; length int32 [1]. Raises
-    ValueError naming the argument.
+    Raises ValueError naming the argument.
     """
     check_tensor("tokens", tokens, shape=(None,), dtype=torch.int32)
-    n = tokens.shape[0]
     check_tensor("embedding", embedding, shape=(None, None), dtype=FLOATS, device=tokens.device)
-    check_tensor("depths", depths, shape=(n,), dtype=torch.int32, device=tokens.device)
-    check_tensor("length", length, shape=(1,), dtype=torch.int32, device=tokens.device)
     if not runs_kernel(tokens):
-        return embed_rows_ref(embedding, tokens, depths, length, dtype=dtype)
-    width = embedding.shape[1]
-    x, positions = embedding.new_empty(n, width, dtype=dtype), torch.empty_like(depths)
+        return embed_rows_ref(embedding, tokens, dtype=dtype)
+    n, width = tokens.shape[0], embedding.shape[1]
+    x = embedding.new_empty(n, width, dtype=dtype)
     early = has_dependent_launch(tokens)
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
-    _embed_kernel[(n, triton.cdiv(width, 1024))](
-        embedding, tokens, depths, length, x, positions, width, EARLY=early, **options
-    )
-    return x, positions
+    _embed_kernel[(n, triton.cdiv(width, 1024))](embedding, tokens, x, width, EARLY=early, **options)
+    return x
 
 
-def embed_rows_ref(
-    embedding: Tensor, tokens: Tensor, depths: Tensor, length: Tensor, *, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def embed_rows_ref(embedding: Tensor, tokens: Tensor, *, dtype: torch.dtype) -> Tensor:
     """The definition."""
-    return embedding[tokens.long()].to(dtype), depths + length
+    return embedding[tokens.long()].to(dtype)
 
 
 def keep_rows(x: Tensor, rows: Tensor, kept: Tensor | None, length: Tensor, *, column: int = 0) -> None:
@@ -82,9 +72,7 @@ def keep_rows_ref(x: Tensor, rows: Tensor, kept: Tensor | None, length: Tensor, 
 
 
 @triton.jit
-def _embed_kernel(
-    embedding_ptr, token_ptr, depth_ptr, length_ptr, x_ptr, position_ptr, width, EARLY: tl.constexpr
-):  # fmt: skip
+def _embed_kernel(embedding_ptr, token_ptr, x_ptr, width, EARLY: tl.constexpr):
     """1024 columns of one row a program."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -94,8 +82,6 @@ def _embed_kernel(
     first = tl.load(token_ptr + i).to(tl.int64) * width
     row = tl.load(embedding_ptr + first + offs, mask=offs < width, other=0.0)
     tl.store(x_ptr + i.to(tl.int64) * width + offs, row.to(x_ptr.dtype.element_ty), mask=offs < width)
-    if tl.program_id(1) == 0:
-        tl.store(position_ptr + i, tl.load(depth_ptr + i) + tl.load(length_ptr))
 
 
 @triton.jit(do_not_specialize=["column"])

@@ -81,6 +81,14 @@ def w4a16_parts(
     return parts
 
 
+def count_parts(x: Tensor, weight: W4Weight) -> int:
+    """How many parts `w4a16_parts` leaves."""
+    if not runs_kernel(x):
+        return 1
+    _, _, split, tail_split = _units(weight, _config(x, weight))
+    return max(split, tail_split)
+
+
 def sum_parts_ref(
     parts: Tensor,
     n: int,

@@ -9,13 +9,13 @@ import torch
 
 from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
 from specq_kernels.launch import ROW_BUCKETS
-from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
+from specq_kernels.norm_rope import rms_norm, rms_norm_parts, rms_norm_ref, silu_mul, silu_mul_ref
 from specq_kernels.sampling import Draw, argmax, gumbel_argmax, gumbel_argmax_ref
-from specq_kernels.tree_attention import CHUNKS, LEAST_CHUNK, pack_mask, tree_attention, tree_attention_ref
+from specq_kernels.tree_attention import FOLD, LEAF, LEAVES, pack_mask, tree_attention, tree_attention_ref
 from specq_kernels.tune import runs_roles, tile_configs
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
-from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
+from specq_kernels.w4a16 import w4a16, w4a16_parts, w4a16_ref, w4a16_silu
 from specq_kernels.w8a16 import pack_w8, w8a16
 from specq_kernels.w16a16 import W16Weight, w16a16, w16a16_argmax, w16a16_ref
 
@@ -152,6 +152,23 @@ def test_split_k_repeats_bitwise() -> None:
         assert torch.equal(first, w4a16(x, weight, config=config))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_in_parts_is_added_by_what_follows_as_by_itself(dtype: torch.dtype) -> None:
+    weight = random_weight(4096, 4096, 128, "symmetric")
+    x, residual = torch.randn(2, 30, 4096, device="cuda", dtype=dtype).unbind()
+    parts, norm = w4a16_parts(x, weight), torch.rand(4096, device="cuda", dtype=dtype)
+    y, h, _ = rms_norm_parts(parts, residual, norm, eps=1e-5)
+    assert torch.equal(h, w4a16(x, weight, residual=residual))
+    assert torch.equal(y, rms_norm(h, norm, eps=1e-5)[0])
+    caches = torch.randn(4, 8, 64, 128, device="cuda", dtype=dtype).unbind()
+    angles, depths = torch.rand(64, 64, device="cuda"), torch.arange(30, dtype=torch.int32, device="cuda")
+    tables = (angles.cos(), angles.sin(), depths, torch.zeros(1, dtype=torch.int32, device="cuda"))
+    whole = append_rotary(w4a16(x, weight), caches[0], caches[1], *tables)
+    assert torch.equal(append_rotary(parts, caches[2], caches[3], *tables, heads=16), whole)
+    assert torch.equal(caches[0][:, :30], caches[2][:, :30])
+    assert torch.equal(caches[1][:, :30], caches[3][:, :30])
+
+
 def tree_case(
     nodes: int, heads: int, kv_heads: int, head_dim: int, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -183,6 +200,10 @@ def test_tree_attention_equals_the_float64_definition(
         wide = (t.double() for t in (q, k, v))
         reference = tree_attention_ref(*wide, mask, at, depths=depths, window=window)
         assert error(out, reference) < 2 * TOLERANCE[dtype]  # the weights are rounded to 16 bits too
+        for folded, block_q in ((1, 16), (1, 32), (1, 64), (FOLD, 64), (FOLD, 128)):  # two kinds of instruction
+            config = {"folded": folded, "block_q": block_q, "stages": 2}
+            again = tree_attention(q, k, v, mask, at, depths=depths, window=window, config=config)
+            assert torch.equal(again, out), config
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,7 +212,7 @@ def test_a_chain_row_does_not_depend_on_how_many_rows_run(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     chain = pack_mask(torch.ones(64, 64, dtype=torch.bool, device="cuda").tril())
-    for length in (1000, LEAST_CHUNK * CHUNKS - 30):  # behind the second, chunks double among the rows
+    for length in (1000, LEAF * LEAVES - 30):  # behind the second, leaves double among the rows
         q, k, v, at = tree_case(64, heads, kv_heads, head_dim, length, dtype)
         whole = tree_attention(q, k, v, chain, at)
         for first, last in ((0, 1), (0, 8), (7, 8), (10, 27), (20, 60), (63, 64)):
@@ -252,10 +273,10 @@ def test_cache_writes_equal_their_definitions(heads: int, kv_heads: int, head_di
     k, v = torch.randn(2, 3, kv_heads, 256, head_dim, device="cuda", dtype=dtype).unbind()
     angles = torch.outer(torch.arange(300.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2)).cuda()
     length = torch.tensor([100], dtype=torch.int32, device="cuda")
-    positions = torch.arange(100, 160, dtype=torch.int32, device="cuda")
+    depths = torch.arange(60, dtype=torch.int32, device="cuda")
     norms = {name: torch.rand(head_dim, device="cuda", dtype=dtype) for name in ("q_norm", "k_norm")}
     expected_k, expected_v = k.clone(), v.clone()
-    tables = (angles.cos(), angles.sin(), positions, length)
+    tables = (angles.cos(), angles.sin(), depths, length)
     expected = append_rotary_ref(qkv, expected_k[1], expected_v[1], *tables, **norms)
     q = append_rotary(qkv, k[1], v[1], *tables, **norms)
     for ours, theirs in ((q, expected), (k, expected_k), (v, expected_v)):

@@ -8,9 +8,17 @@ import torch
 from specq.spec.sampling import Sampler
 from specq_kernels.group_sums import group_sums_ref
 from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
-from specq_kernels.norm_rope import rms_norm, rms_norm_ref, silu_mul, silu_mul_ref
+from specq_kernels.norm_rope import (
+    rms_norm,
+    rms_norm_parts,
+    rms_norm_parts_ref,
+    rms_norm_ref,
+    silu_mul,
+    silu_mul_ref,
+)
 from specq_kernels.sampling import Draw, argmax, gumbel_argmax, gumbel_argmax_ref
 from specq_kernels.step_rows import embed_rows, embed_rows_ref, keep_rows, keep_rows_ref
+from specq_kernels.w4a16 import sum_parts_ref
 
 DTYPES = (torch.float16, torch.float32)
 
@@ -25,6 +33,19 @@ def test_norm_adds_the_residual_and_sums_its_groups(rows: int, k: int, group: in
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-3)
     assert sums is not None
     torch.testing.assert_close(sums[:, :rows], group_sums_ref(y, group)[:, :rows], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_adds_the_parts_of_a_product_as_the_product_does(dtype: torch.dtype) -> None:
+    parts, residual, weight = torch.randn(3, 5, 320), torch.randn(5, 300).to(dtype), torch.rand(300).to(dtype)
+    y, h, sums = rms_norm_parts(parts, residual, weight, eps=1e-5, group=128)
+    assert torch.equal(h, sum_parts_ref(parts, 300, residual=residual, out_dtype=dtype))
+    expected, _, _ = rms_norm_parts_ref(parts, residual, weight, eps=1e-5)
+    torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-3)
+    assert sums is not None
+    torch.testing.assert_close(sums[:, :5], group_sums_ref(y, 128)[:, :5], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="parts: 280 columns"):
+        rms_norm_parts(parts[:, :, :280].contiguous(), residual, weight, eps=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,13 +67,11 @@ def test_silu_of_gate_times_up(rows: int, k: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(sums[:, :rows], group_sums_ref(y, 128)[:, :rows], rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_the_embedding_come_with_their_positions() -> None:
+def test_rows_of_the_embedding_are_in_the_dtype_of_activations() -> None:
     embedding, tokens = torch.randn(20, 1100).half(), torch.tensor([3, 19, 0], dtype=torch.int32)
-    depths, length = torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
-    found = embed_rows(embedding, tokens, depths, length, dtype=torch.float32)
-    for ours, theirs in zip(found, embed_rows_ref(embedding, tokens, depths, length, dtype=torch.float32), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
+    found = embed_rows(embedding, tokens, dtype=torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, embed_rows_ref(embedding, tokens, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("has_kept", [False, True])
@@ -69,22 +88,33 @@ def test_rows_are_kept_beside_the_cache(has_kept: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "has_norm"), [(3, 1, 80, False), (4, 2, 64, True)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "has_norm", "earlier"),
+    [(3, 1, 80, False, 0), (4, 2, 64, True, 0), (9, 3, 32, True, 6)],
+)
 def test_append_rotates_and_writes_behind_the_length(
-    heads: int, kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype
+    heads: int, kv_heads: int, head_dim: int, has_norm: bool, earlier: int, dtype: torch.dtype
 ) -> None:
     qkv = torch.randn(5, (heads + 2 * kv_heads) * head_dim).to(dtype)
     k, v = torch.randn(2, kv_heads, 32, head_dim).to(dtype).unbind()
     angles = torch.outer(torch.arange(40.0), 10000 ** -torch.linspace(0, 1, head_dim // 2))
-    positions = torch.tensor([7, 8, 8, 9, 9], dtype=torch.int32)
+    depths = torch.tensor([0, 1, 1, 2, 2], dtype=torch.int32)
     norms = {"q_norm": torch.rand(head_dim), "k_norm": torch.rand(head_dim)} if has_norm else {}
     length = torch.tensor([7], dtype=torch.int32)
     expected_k, expected_v = k.clone(), v.clone()
-    tables = (angles.cos(), angles.sin(), positions, length)
-    expected = append_rotary_ref(qkv, expected_k, expected_v, *tables, **norms)
-    q = append_rotary(qkv, k, v, *tables, **norms)
+    tables = (angles.cos(), angles.sin(), depths, length)
+    expected = append_rotary_ref(qkv, expected_k, expected_v, *tables, earlier=earlier, **norms)
+    q = append_rotary(qkv, k, v, *tables, earlier=earlier, **norms)
     for ours, theirs in ((q, expected), (k, expected_k), (v, expected_v)):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-3)
+    parts = torch.randn(3, 5, qkv.shape[1] + 20)
+    whole = sum_parts_ref(parts, qkv.shape[1], out_dtype=dtype).contiguous()
+    rotated = append_rotary(whole, expected_k, expected_v, *tables, earlier=earlier, **norms)
+    assert torch.equal(append_rotary(parts, k, v, *tables, heads=heads, earlier=earlier, **norms), rotated)
+    assert torch.equal(k, expected_k)
+    assert torch.equal(v, expected_v)
+    again = append_rotary_ref(parts, k, v, *tables, heads=heads, earlier=earlier, **norms)
+    torch.testing.assert_close(again, rotated, rtol=2e-3, atol=1e-3)
 
 
 def test_compaction_moves_the_path_in_every_layer_and_nothing_else() -> None:

@@ -17,6 +17,7 @@ from specq.quant.kernel_choice import why_no_kernels
 from specq.quant.kernel_linear import DenseKernelLinear
 from specq.quant.linear import DenseLinear, DequantizedLinear
 from specq_kernels.kv_cache import append_rotary
+from specq_kernels.launch import MAX_ROWS
 from specq_kernels.norm_rope import rms_norm
 from specq_kernels.pair_rows import pair_rows
 from specq_kernels.tree_attention import tree_attention
@@ -41,11 +42,14 @@ class DeviceHead:
         own = head.embedding
         self._embedding = head.target.embedding.data if own is None else own.data
         self._norms = (head.norms["embedding"].data, head.norms["feature"].data) if head.norms else None
+        self._at = torch.arange(MAX_ROWS, dtype=torch.int32, device=head.target.device)
         self.target_ids = None if head.target_ids is None else head.target_ids.int()
 
-    def enter(self, features: Tensor) -> Tensor:
-        """States [rows, hidden] of the target's features [rows, feature_dim]."""
-        return features if self.head.spec.feature_layers is None else multiply(self.head.fc, features)
+    def enter(self, features: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(states [any, hidden], int32 [n]): where among them are those of these rows, int32 [n], of the features."""
+        if self.head.spec.feature_layers is None:
+            return features, rows
+        return multiply(self.head.fc, features.index_select(0, rows)), self._at[: len(rows)]
 
     def run(
         self,
@@ -53,27 +57,26 @@ class DeviceHead:
         states: Tensor,
         rows: Tensor,
         *,
-        positions: Tensor,
+        depths: Tensor,
         mask: Tensor,
         length: Tensor,
-        slot: Tensor,
         earlier: int,
     ) -> Tensor:
         """Predicted states [nodes, hidden] of `tokens`, int32 [nodes] ids within the embedding.
 
-        `states[rows]` (int32 [nodes]) are those before the tokens; positions int32 [nodes]. The nodes follow `earlier`
-        ones behind the `length` int32 [1] committed rows; their K and V go to the slots from `slot` int32 [1] on, which
-        is length + earlier. `mask` int32 [nodes, 2] says what of the nodes each sees.
+        `states[rows]` (int32 [nodes]) are those before the tokens. The nodes, at positions length + depths (int32
+        [nodes]), follow `earlier` ones behind the `length` int32 [1] committed rows; both are there before any kernel
+        of a draft runs. `mask` int32 [nodes, 2] says what of the nodes each sees.
         """
         head, spec, layer = self.head, self.head.spec, self.head.layer
         pair, x = pair_rows(self._embedding, tokens, states, rows, norms=self._norms, eps=spec.norm_eps)
         if spec.feature_layers is None:
             pair = x = multiply(head.fc, pair)
         qkv = multiply(layer.qkv, pair)
-        q = append_rotary(qkv, self._k, self._v, self._cos, self._sin, positions, slot)
+        q = append_rotary(qkv, self._k, self._v, self._cos, self._sin, depths, length, earlier=earlier)
         sums = attention_sums(layer, len(tokens), device=x.device)
         attended = tree_attention(q, self._k, self._v, mask, length, earlier=earlier, sums=sums)
-        return finish_layer(layer, x, attended, sums=sums)
+        return finish_layer(layer, x, attended, sums=sums, in_parts=False).x
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [rows, the head's vocab] of predicted states, fp32 (fp64 from fp64)."""

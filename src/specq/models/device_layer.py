@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -10,32 +12,71 @@ from specq.models.rope import RopeTable
 from specq.quant.kernel_linear import DenseKernelLinear, FourBitProduct, KernelGateUp, KernelLinear
 from specq.quant.rounding import FULL
 from specq_kernels.launch import row_bucket
-from specq_kernels.norm_rope import rms_norm, silu_mul
+from specq_kernels.norm_rope import rms_norm, rms_norm_parts, silu_mul
 
 SUMMED_HEAD_DIMS = (32, 64, 128)  # attention can emit group sums of whole heads of these
+NORM_ADDS_FROM = 33
+"""Rows from which a norm adds a product's parts in less time than the product does (a norm has one program a row)."""
 
 
-def finish_layer(layer: DecoderLayer, x: Tensor, attended: Tensor, *, sums: Tensor | None, act: str = FULL) -> Tensor:
-    """The residual stream [rows, hidden] after attention's output [rows, heads * head_dim] and the MLP.
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream, [rows, hidden]: `x`, plus what a product left in `parts` for the next norm to add."""
 
-    `sums` are those of `attended` that `attention_sums` made room for.
+    x: Tensor
+    parts: Tensor | None = None
+
+
+def finish_layer(
+    layer: DecoderLayer, x: Tensor, attended: Tensor, *, sums: Tensor | None, act: str = FULL, in_parts: bool = True
+) -> Stream:
+    """The stream after attention's output [rows, heads * head_dim] and the MLP, from x before them.
+
+    `sums` are those of `attended` that `attention_sums` made room for; `in_parts` False adds the last product here.
     """
-    x = multiply(layer.o, attended, residual=x, sums=sums, act=act)
-    h = multiply_normed(layer.gate_up, x, layer.mlp_norm, eps=layer.eps, act=act)
-    if layer.has_fused_silu:
-        return multiply(layer.down, h, residual=x, act=act)
-    h, sums = silu_mul(h, group=sums_group(layer.down, act))
-    return multiply(layer.down, h, residual=x, sums=sums, act=act)
+    stream = add_product(x, layer.o, attended, sums=sums, act=act)
+    h, x = multiply_normed(stream, layer.gate_up, layer.mlp_norm, eps=layer.eps, act=act)
+    sums = None
+    if not layer.has_fused_silu:
+        h, sums = silu_mul(h, group=sums_group(layer.down, act))
+    if not in_parts:
+        return Stream(multiply(layer.down, h, residual=x, sums=sums, act=act))
+    return add_product(x, layer.down, h, sums=sums, act=act)
 
 
-def multiply_normed(module: nn.Module, x: Tensor, norm: Tensor, *, eps: float, act: str = FULL) -> Tensor:
-    """[rows, N]: the module's product of x behind an RMSNorm, its SiLU included where the module has one."""
-    if act != FULL and isinstance(module, FourBitProduct) and module.multiplies_codes(x):
-        return module.of_norm(x, norm, eps=eps, act=act)
-    h, _, sums = rms_norm(x, norm, eps=eps, group=sums_group(module, act))
-    if isinstance(module, KernelGateUp):
-        return module.product(h, sums=sums, act=act)
-    return multiply(module, h, sums=sums, act=act)
+def multiply_normed(
+    stream: Stream, module: nn.Module, weight: Tensor, *, eps: float, act: str, in_parts: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(the module's product of the stream behind an RMSNorm of this weight, the stream in one piece).
+
+    With `in_parts` the product may be one that was `left_in_parts`.
+    """
+    if act != FULL and isinstance(module, FourBitProduct) and module.multiplies_codes(stream.x):
+        return module.of_norm(stream.x, weight, eps=eps, act=act), stream.x  # such products leave nothing in parts
+    h, x, sums = norm(stream, weight, eps=eps, group=sums_group(module, act))
+    if in_parts and (parts := left_in_parts(module, h, sums=sums, act=act)) is not None:
+        return parts, x
+    return multiply(module, h, sums=sums, act=act), x
+
+
+def add_product(x: Tensor, module: nn.Module, h: Tensor, *, sums: Tensor | None = None, act: str = FULL) -> Stream:
+    """The stream x with the module's product of h added, by the product itself or by the next norm."""
+    parts = left_in_parts(module, h, sums=sums, act=act) if len(h) >= NORM_ADDS_FROM else None
+    return Stream(multiply(module, h, residual=x, sums=sums, act=act)) if parts is None else Stream(x, parts)
+
+
+def left_in_parts(module: nn.Module, h: Tensor, *, sums: Tensor | None, act: str) -> Tensor | None:
+    """The module's product of h, fp32 [parts, rows, at least N], for the next kernel to add; None if it adds itself."""
+    return module.parts(h, sums=sums) if isinstance(module, KernelLinear) and act == FULL else None
+
+
+def norm(
+    stream: Stream, weight: Tensor, *, eps: float, group: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(normed, the stream's x, sums) as `rms_norm`."""
+    if stream.parts is None:
+        return rms_norm(stream.x, weight, eps=eps, group=group)
+    return rms_norm_parts(stream.parts, stream.x, weight, eps=eps, group=group)
 
 
 def multiply(
@@ -44,6 +85,8 @@ def multiply(
     """[nodes, N]: the module's product plus `residual`; `sums` are those `sums_group(module, act)` asks for."""
     if isinstance(module, KernelLinear):
         return module.product(x, residual=residual, sums=sums, act=act)
+    if isinstance(module, KernelGateUp):
+        return module.product(x, sums=sums, act=act)
     if isinstance(module, DenseKernelLinear):
         return module.product(x, residual=residual)
     y: Tensor = module(x, act)

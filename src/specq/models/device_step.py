@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM, Nodes, Output
-from specq.models.device_layer import attention_sums, finish_layer, multiply_normed, rotary_tables
+from specq.models.device_layer import Stream, attention_sums, finish_layer, multiply_normed, norm, rotary_tables
 from specq.models.graphs import GraphPool, Graphs
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
@@ -26,7 +26,6 @@ from specq.quant.kernel_choice import why_no_kernels
 from specq.quant.rounding import FULL
 from specq_kernels.kv_cache import append_rotary
 from specq_kernels.launch import MAX_ROWS
-from specq_kernels.norm_rope import rms_norm
 from specq_kernels.step_rows import embed_rows, keep_rows
 from specq_kernels.tree_attention import pack_mask, tree_attention
 
@@ -190,15 +189,12 @@ class BoundStep:
         `act` is the precision of activations inside 4-bit products.
         """
         model = self._model
-        x, positions = embed_rows(
-            model.embedding, self.tokens[:count], self.depths[:count], self.length, dtype=model.dtype
-        )
+        stream = Stream(embed_rows(model.embedding, self.tokens[:count], dtype=model.dtype))
         for i, layer in enumerate(model.layers):
-            self._keep_features(i, x)
             assert isinstance(layer, DecoderLayer)
-            x = self._layer(layer, i, x, positions, act)
+            stream = self._layer(layer, i, stream, act)
+        final, x, _ = norm(stream, model.norm, eps=model.spec.norm_eps)
         self._keep_features(model.spec.layers, x)
-        final, _, _ = rms_norm(x, model.norm, eps=model.spec.norm_eps)
         keep_rows(final, self.final, None if self._wanted else self._cache_features, self.length)
 
     def _keep_features(self, index: int, x: Tensor) -> None:
@@ -207,18 +203,22 @@ class BoundStep:
             if wanted == index:
                 keep_rows(x, self.features, self._cache_features, self.length, column=i * x.shape[1])
 
-    def _layer(self, layer: DecoderLayer, index: int, x: Tensor, positions: Tensor, act: str) -> Tensor:
-        """The residual stream [nodes, hidden] after a layer; appends its K and V."""
-        count = x.shape[0]
+    def _layer(self, layer: DecoderLayer, index: int, stream: Stream, act: str) -> Stream:
+        """The residual stream after a layer; appends its K and V."""
         assert layer.attention_norm is not None
+        weight = layer.attention_norm
+        qkv, x = multiply_normed(stream, layer.qkv, weight, eps=layer.eps, act=act, in_parts=True)
+        self._keep_features(index, x)
+        count = x.shape[0]
         q = append_rotary(
-            multiply_normed(layer.qkv, x, layer.attention_norm, eps=layer.eps, act=act),
+            qkv,
             self._k[index],
             self._v[index],
             self._cos,
             self._sin,
-            positions,
+            self.depths[:count],
             self.length,
+            heads=layer.heads,
             q_norm=layer.q_norm if layer.has_head_norms else None,
             k_norm=layer.k_norm if layer.has_head_norms else None,
             eps=layer.eps,

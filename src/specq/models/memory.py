@@ -35,8 +35,9 @@ Measured with a 1B-shaped 4-bit model on an H200, prompt and graphs of every buc
 reserved, 1877 MB said.
 """
 
-KEY_PIECES = 24
-"""Pieces of the keys whose attention is summed apart there, in fp32 (LEAVES of specq_kernels/tree_attention.py)."""
+KEY_PIECES, FOLDED_PIECES = 48, 12
+"""Pieces of the keys whose attention is summed apart there, in fp32: of few rows, up to 64 a kv head, and of many
+(LEAVES, and a FOLDth of them, of specq_kernels/tree_attention.py)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def estimate_bytes(
     widest = 2 * spec.intermediate + 4 * spec.hidden + 2 * spec.heads * spec.head_dim
     activations = PREFILL_ROWS * widest * dtype.itemsize + 2 * HEAD_ROWS * spec.vocab * 4
     if not is_cpu:
-        activations += GPU_SCRATCH + KEY_PIECES * HEAD_ROWS * spec.heads * spec.head_dim * 4
+        pieces = max(KEY_PIECES * spec.kv_heads, FOLDED_PIECES * spec.heads)
+        activations += GPU_SCRATCH + pieces * HEAD_ROWS * spec.head_dim * 4
     return MemoryEstimate(weights, context * kv_bytes_per_token(spec, dtype), activations)
 
 

@@ -21,7 +21,7 @@ from specq_kernels.round_rows import round_rows
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
 from specq_kernels.w4a8 import is_faster, product_of, w4a8
-from specq_kernels.w4a16 import w4a16, w4a16_silu
+from specq_kernels.w4a16 import count_parts, w4a16, w4a16_parts, w4a16_silu
 from specq_kernels.w8a16 import pack_w8, w8a16
 from specq_kernels.w16a16 import W16Weight, w16a16
 
@@ -84,6 +84,15 @@ class KernelLinear(FourBitProduct):
             return w4a16(x, self.weight, bias=self.bias, residual=residual, sums=sums, out_dtype=self.out_dtype)
         y = w4_prefill(x, self.weight, bias=self.bias, residual=residual)
         return y if self.out_dtype is None else y.to(self.out_dtype)
+
+    def parts(self, x: Tensor, *, sums: Tensor | None = None) -> Tensor | None:
+        """The product of up to 64 rows in parts of K, fp32 [parts, rows, at least N], for whoever adds as he reads.
+
+        None where that is not worth it: a whole product, or one that is changed once more.
+        """
+        if self.order is not None or self.bias is not None or self.out_dtype is not None:
+            return None
+        return w4a16_parts(x, self.weight, sums=sums) if count_parts(x, self.weight) > 1 else None
 
 
 class KernelByteLinear(nn.Module):

@@ -105,9 +105,8 @@ class EagleDrafting:
         return plan.tree
 
     def _draft(self, plan: _Plan, round_: DeviceRound, rows: int) -> None:
-        places = plan.offsets + self._known
         following = plan.following + self._known
-        state, at = self._catch_up(plan, rows, places), plan.trunk
+        state, at = self._catch_up(plan, rows), plan.trunk
         scores, ids = self._guess(plan, round_, state, following[0], start=-1)
         parents, first, parents_at = plan.root, 0, at - 1
         for deeper, level in enumerate(plan.levels):
@@ -116,46 +115,39 @@ class EagleDrafting:
             if deeper + 1 == len(plan.levels):
                 break
             nodes = slice(at, at + len(level.scores))
-            state = self._run_nodes(plan, level.tokens, state, level.rows, nodes, places)
+            state = self._run_nodes(plan, level.tokens, state, level.rows, nodes)
             if round_.sampler.needs_seen:
                 plan.tokens[nodes].copy_(level.tokens)
             scores, ids_next = self._guess(plan, round_, state, following[deeper + 1], start=at)
             first, parents, parents_at, at, ids = first + ids.numel(), level, at, nodes.stop, ids_next
         best_candidates(plan.pool, plan.tree)
 
-    def _catch_up(self, plan: _Plan, rows: int, places: Tensor) -> Tensor:
+    def _catch_up(self, plan: _Plan, rows: int) -> Tensor:
         """The predicted state [1, hidden] at the context's end; writes the rows of true features and of the trunk."""
-        slots = self._at[:rows] + self._start
         assert self.verified.features is not None  # a verifier with a head keeps features
-        features = self.verified.features.index_select(0, slots)
         out = self._rows.run(
             self._new_tokens[:rows],
-            self._rows.enter(features),
-            self._at[:rows],
-            positions=slots,
+            *self._rows.enter(self.verified.features, self._at[:rows] + self._start),
+            depths=self._at[:rows],
             mask=self._chain[:rows],
             length=self._start,
-            slot=self._start,
             earlier=0,
         )
         state = out.index_select(0, self._last)
         for i in range(plan.trunk):
             node = slice(i, i + 1)
-            state = self._run_nodes(plan, self._trunk[node], state, self._at[:1], node, places)
+            state = self._run_nodes(plan, self._trunk[node], state, self._at[:1], node)
         return state
 
-    def _run_nodes(
-        self, plan: _Plan, tokens: Tensor, states: Tensor, rows: Tensor, nodes: slice, places: Tensor
-    ) -> Tensor:
-        """States [nodes, hidden] of nodes behind the rows of true features; `places` are slots and positions of all."""
+    def _run_nodes(self, plan: _Plan, tokens: Tensor, states: Tensor, rows: Tensor, nodes: slice) -> Tensor:
+        """States [nodes, hidden] of nodes behind the rows of true features."""
         return self._rows.run(
             tokens,
             states,
             rows,
-            positions=places[1, nodes],
+            depths=plan.depths[nodes],
             mask=plan.mask[nodes],
             length=self._known,
-            slot=places[0, nodes.start : nodes.start + 1],
             earlier=nodes.start,
         )
 
@@ -237,9 +229,8 @@ class _Plan:
         self.tokens = torch.zeros(MAX_NODES, dtype=torch.int32, device=device)
         self.tree = torch.zeros(2, MAX_NODES, dtype=torch.int32, device=device)
         depths = [torch.full((len(level.scores),), trunk + i, dtype=torch.int32) for i, level in enumerate(self.levels)]
-        depth_of = torch.cat([torch.arange(trunk, dtype=torch.int32), *depths])
-        # Slots and positions of the nodes that run, from the rows of true features on.
-        self.offsets = torch.stack([torch.arange(len(depth_of), dtype=torch.int32), depth_of]).to(device)
+        # Of the nodes that run, counted from the rows of true features on.
+        self.depths = torch.cat([torch.arange(trunk, dtype=torch.int32), *depths]).to(device)
         # The context ends `trunk` tokens behind them, and what a level's nodes stand for follows.
         levels = trunk + 1 + torch.arange(depth, device=device)
         self.following = levels[:, None].repeat(1, max(shape.top_k, 1))  # int64 [depth, top_k]

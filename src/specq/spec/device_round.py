@@ -183,7 +183,8 @@ class DeviceRound:
         if self.sampler.needs_seen:
             ancestors = unpack_mask(self._step.mask[:count], count)
             seen = Seen(self.seen.ids, self._step.tokens[:count].long(), ancestors)
-        return self.choose(self._step.final[:count], self.positions[:count], seen, last=self._counts[1:2] - 1)
+        last = self._counts[1:2] - 1 if self.sampler.has_filter else None
+        return self.choose(self._step.final[:count], self.positions[:count], seen, last=last)
 
     def choose(
         self, hidden: Tensor, positions: Tensor, seen: Seen | None, *, act: str = FULL, last: Tensor | None = None
