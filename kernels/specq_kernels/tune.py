@@ -77,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             key = configs.shape_key(n, k, options.group if kernel == "w4a16" else None)
             table.setdefault(kernel, {})[key] = tune
             print(kernel, key, json.dumps(tune), flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(table, indent=1) + "\n")  # after every shape: what is found outlives a break
     print(f"wrote {path}", file=sys.stderr)
 
 
