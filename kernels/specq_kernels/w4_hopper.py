@@ -3,8 +3,7 @@
 The same numbers as `_w4a16_kernel` bit for bit: same parts of K, same instruction, same form of the scales. A program
 takes tiles of 256 columns (or of 128 with one multiplying group, two programs a multiprocessor); the loader brings
 codes and x into shared memory, also those of the next tile while one ends, and each group of four warps unpacks and
-multiplies 128 columns: while the matrix unit works on one half of them the other half is unpacked. Groups of 128, one
-level.
+multiplies 128 columns in two halves. Groups of 128, one level.
 """
 
 from __future__ import annotations
