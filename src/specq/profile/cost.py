@@ -130,9 +130,9 @@ class CostModel:
     """Everything that was timed: steps by model role, drafting of a round by head role and shape, lookup, the loop.
 
     `drafting[role][(depth, top_k, head_bits)][context]` is one whole drafting of a head. `loop_ms` is what a plain
-    round took beyond its step when whole answers were decoded, `extra_ms` what those of other pipelines took beyond
-    their parts and that (less than nothing where the parts overlap), `first_ms` what an answer's first round took
-    beyond the others. `drift` is how far the two halves of the measurement differ, as a share.
+    round took beyond its step when whole answers were decoded, `extra_ms` what rounds of other pipelines took beyond
+    each of their steps and draftings (less than nothing where they overlap), `first_ms` what an answer's first round
+    took beyond the others. `drift` is how far the two halves of the measurement differ, as a share.
     """
 
     steps: Mapping[str, StepCurve]

@@ -13,7 +13,8 @@ from specq.spec.decision import whole_accept_len
 
 
 def with_real_rounds(costs: CostModel, acceptance: Acceptance, seen: Sequence[Measured]) -> CostModel:
-    """The cost model with what rounds of pipelines that ran took beyond the sum of their parts, or less.
+    """The cost model with what rounds of pipelines that ran took beyond their parts, for each part; it can be less
+    than nothing, since a GPU begins a step while the host prepares the next.
 
     Of several candidates of a pipeline the median counts.
     """
@@ -24,13 +25,12 @@ def with_real_rounds(costs: CostModel, acceptance: Acceptance, seen: Sequence[Me
         name = each.candidate.pipeline
         expected = dict(PREDICTORS[name](bare, acceptance, each.context)).get(each.candidate)
         if expected is not None and each.round_ms is not None:
-            more.setdefault(name, []).append(each.round_ms - expected.cost.ms)
+            more.setdefault(name, []).append((each.round_ms - expected.cost.ms) / expected.parts)
             first.setdefault(name, []).append(max(each.first_ms or 0.0, 0.0) if name != "plain" else 0.0)
     medians = {pipeline: median(values) for pipeline, values in more.items()}
-    loop_ms = medians.pop("plain", costs.loop_ms)
-    extra_ms = {pipeline: value - loop_ms for pipeline, value in medians.items()}
+    loop_ms = max(medians.pop("plain", costs.loop_ms), 0.0)
     first_ms = {pipeline: median(values) for pipeline, values in first.items()}
-    return replace(costs, loop_ms=loop_ms, extra_ms=extra_ms, first_ms=first_ms)
+    return replace(costs, loop_ms=loop_ms, extra_ms=medians, first_ms=first_ms)
 
 
 def with_real_answers(costs: CostModel, acceptance: Acceptance, seen: Sequence[Measured]) -> Acceptance:

@@ -126,7 +126,8 @@ def settle(chosen: Plan, measured: Sequence[Measured]) -> Verdict:
     """The verdict after the best candidates ran beside plain decoding.
 
     Prediction and measurement count by their certainty; where they contradict each other the measurement alone does.
-    Without a candidate that is faster than plain by more than what is left of uncertainty it is plain.
+    What ran slower than plain decoding is not chosen, however uncertain that is. Without a candidate that is faster
+    than plain by more than what is left of uncertainty it is plain.
     """
     best = Verdict(chosen.plain.candidate, 1.0, 0.0)
     predicted = {p.candidate: p for p in chosen.ranking}
@@ -137,7 +138,7 @@ def settle(chosen: Plan, measured: Sequence[Measured]) -> Verdict:
         gain, error = each.gain, each.uncertainty
         if abs(guess.gain - each.gain) <= guess.uncertainty + each.uncertainty:
             gain, error = _together((guess.gain, guess.uncertainty), (each.gain, each.uncertainty))
-        if gain > 1 + error and gain > best.gain:
+        if each.gain > 1 and gain > 1 + error and gain > best.gain:
             best = Verdict(each.candidate, gain, error)
     return best
 

@@ -16,6 +16,9 @@ SELF = "target_low"
 
 LONGEST_SEQUENCE = 16
 LOOKUP_LENGTHS = (2, 3, 4, 5, 7, 9, 12, 15)
+MOST_OVERLAP = 0.2
+"""Share of its parts by which a round is believed to be shorter than they; more is a machine that got faster."""
+
 MIN_DRAFTS = (2, 3, 4, 5, 6, 8, 10, 12)
 
 
@@ -34,7 +37,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Round:
-    """A predicted decode round: tokens with half their 95 % interval, its parts in milliseconds.
+    """A predicted decode round: tokens with half their 95 % interval, its parts in milliseconds and their number.
 
     `drafting_cost` is the whole round's cost when it drafted; for lookup only some rounds do. `first_ms` is what the
     first round of an answer takes more.
@@ -47,6 +50,7 @@ class Round:
     loop: Cost
     drafting_cost: Cost
     first_ms: float = 0.0
+    parts: float = 1.0
 
     @property
     def cost(self) -> Cost:
@@ -196,7 +200,16 @@ def sequence_rounds(costs: CostModel, acceptance: Acceptance, context: float) ->
         verify = costs.steps["target"].step(length + 1, context)
         yield (
             Candidate("sequence", (("pipeline.draft_length", length),)),
-            _round(costs, acceptance, "sequence", rates.accepted(length), rates.error(length), draft, verify),
+            _round(
+                costs,
+                acceptance,
+                "sequence",
+                rates.accepted(length),
+                rates.error(length),
+                draft,
+                verify,
+                parts=length + 1,
+            ),
         )
 
 
@@ -210,7 +223,16 @@ def eagle2_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> P
         verify = target.step(tree.nodes, context, form=form)
         yield (
             Candidate("eagle2", tree_settings(tree)),
-            _round(costs, acceptance, "eagle2", rates.accepted(tree.depth), rates.error(tree.depth), draft, verify),
+            _round(
+                costs,
+                acceptance,
+                "eagle2",
+                rates.accepted(tree.depth),
+                rates.error(tree.depth),
+                draft,
+                verify,
+                parts=2,
+            ),
         )
 
 
@@ -243,7 +265,7 @@ def hierarchical_rounds(costs: CostModel, acceptance: Acceptance, context: float
             settings = (*tree_settings(tree), ("pipeline.min_draft", min_draft))
             yield (
                 Candidate("hierarchical", settings),
-                _round(costs, acceptance, "hierarchical", accepted, error, draft, verify),
+                _round(costs, acceptance, "hierarchical", accepted, error, draft, verify, parts=2 * rounds + 1),
             )
 
 
@@ -261,7 +283,16 @@ def qspec_rounds(costs: CostModel, acceptance: Acceptance, context: float) -> Pr
             verify = costs.steps["target"].step(length + 1, context)
             yield (
                 Candidate("qspec", self_settings(length, bits)),
-                _round(costs, acceptance, "qspec", rates.accepted(length), rates.error(length), draft, verify),
+                _round(
+                    costs,
+                    acceptance,
+                    "qspec",
+                    rates.accepted(length),
+                    rates.error(length),
+                    draft,
+                    verify,
+                    parts=length + 1,
+                ),
             )
 
 
@@ -325,13 +356,16 @@ def _round(
     draft: Cost,
     verify: Cost,
     *,
+    parts: float = 1.0,
     drafting: Cost | None = None,
 ) -> Round:
-    loop = Cost(costs.loop_ms + costs.extra_ms.get(pipeline, 0.0))
+    """The round of so many `parts`, which are steps and draftings; what those took beyond themselves is the loop's."""
+    loop_ms = parts * costs.extra_ms[pipeline] if pipeline in costs.extra_ms else costs.loop_ms
+    loop = Cost(max(loop_ms, -MOST_OVERLAP * (draft + verify).ms))
     first_ms, scale = costs.first_ms.get(pipeline, 0.0), acceptance.scale.get(pipeline, 1.0)
     whole = (drafting or draft + verify) + loop
     error = scale * max(error, acceptance.spread.get(pipeline, 0.0) * accepted)
-    return Round(1 + scale * accepted, error, draft, verify, loop, whole, first_ms)
+    return Round(1 + scale * accepted, error, draft, verify, loop, whole, first_ms, parts)
 
 
 def tree_settings(tree: Tree) -> tuple[tuple[str, int], ...]:

@@ -31,7 +31,7 @@ def sections(profile: Profile) -> list[Section]:
         on = f"on {profile.num_prompts} prompt{'s' if profile.num_prompts != 1 else ''}"
         found.append((f"acceptance {'as given' if profile.is_random else on}, by position or depth", rates))
     if profile.costs is not None and (beyond := _beyond_rows(profile.costs)):
-        found.append(("rounds as they ran, against the sum of their parts", beyond))
+        found.append(("rounds as they ran, beyond their parts as timed alone", beyond))
     if profile.plan is not None:
         what = f"predicted for answers of {profile.plan.answer:g} tokens at {profile.plan.context} of context"
         found.append((what, ranking_rows(profile.plan)))
@@ -182,9 +182,9 @@ def _beyond_rows(costs: CostModel) -> Rows:
     """What a round of each pipeline that ran took more than its draftings and steps, and an answer's first one."""
     if not costs.first_ms:
         return []
-    rows: Rows = [("pipeline", "a round", "the first round")]
+    rows: Rows = [("pipeline", "each step or drafting", "the first round")]
     for name, first_ms in costs.first_ms.items():
-        rows.append((name, f"{costs.loop_ms + costs.extra_ms.get(name, 0.0):+.2f} ms", f"{first_ms:+.2f} ms more"))
+        rows.append((name, f"{costs.extra_ms.get(name, costs.loop_ms):+.2f} ms", f"{first_ms:+.2f} ms more"))
     return rows
 
 

@@ -129,7 +129,8 @@ def test_the_grid_of_a_gpu_holds_every_bucket_and_no_context_past_the_recipe() -
         assert (5 in grid.depths, 10 in grid.top_ks) == (True, True)
         assert Tree(30, 5, 10) in drafted_trees(grid)
         assert Grid.of(torch.device(device), context=context, tree=None).sequences == grid.sequences
-        assert set(BUCKETS) <= {*grid.sequences, *grid.trees, 64}
+        wanted = set(BUCKETS) if device == "cuda" else {1, 2, 4, 8, 16}  # every row costs on a CPU
+        assert wanted <= {*grid.sequences, *grid.trees}
     padded = Grid.of(torch.device("cuda"), context=2048, tree=tree, is_padded=True)
     assert (padded.sequences, padded.trees) == (BUCKETS, (4, 8, 16, 30, 32, 64))
 

@@ -144,12 +144,23 @@ def test_what_rounds_took_beyond_their_parts_counts_for_their_pipeline() -> None
     seen = [Measured(each, 1.0, 1.0, 1.0, 0.0, 4, CONTEXT, *times) for each, *times in ran]
     found = with_real_rounds(costs, acceptance, seen)
     assert found.loop_ms == pytest.approx(0.4)
-    assert found.extra_ms == {"eagle2": pytest.approx(1.6), "lookup": pytest.approx(1.5)}
+    assert found.extra_ms == {"eagle2": pytest.approx(1.0), "lookup": pytest.approx(1.9)}  # two parts, and one
     assert found.first_ms == {"plain": 0.0, "eagle2": 30.0, "lookup": 0.0}
     planned = {p.candidate: p for p in make_plan(found, acceptance).ranking}
     assert planned[Candidate("plain")].round_ms == pytest.approx(10.4)
     assert (planned[tree].round_ms, planned[tree].first_ms) == (pytest.approx(16.0), 30.0)
     assert with_real_rounds(costs, acceptance, []).loop_ms == 0.0
+
+
+def test_what_a_part_took_more_counts_for_each_of_them() -> None:
+    """A round of one drafted token was measured, so each of its two parts is known to take 0.5 ms less."""
+    costs = with_intermediate(steps(FLAT), steps({1: 1.0, 2: 1.0}, one=2.0))
+    acceptance = Acceptance(sequence=rates(0.8))
+    one = Candidate("sequence", (("pipeline.draft_length", 1),))
+    found = with_real_rounds(costs, acceptance, [Measured(one, 1.0, 1.0, 1.0, 0.0, 4, CONTEXT, 11.0, 0.0)])
+    rounds = {p.candidate.settings[0][1]: p.round_ms for p in make_plan(found, acceptance).ranking if p.draft_ms}
+    assert rounds[1] == pytest.approx(11.0)
+    assert rounds[3] == pytest.approx(3 * 2.0 + 10.0 - 4 * 0.5)
 
 
 def test_rounds_that_overlap_their_parts_cost_less_than_them() -> None:
@@ -180,6 +191,18 @@ def test_what_whole_answers_accepted_scales_what_was_expected() -> None:
     assert wide[tree].uncertainty == pytest.approx(0.5 / 2.5 * wide[tree].gain, rel=0.05)
     unseen = [replace(ran[0], prompts=0)]
     assert with_real_answers(costs, acceptance, unseen).scale == {}
+
+
+def test_a_machine_that_got_faster_makes_no_pipeline_free() -> None:
+    """Steps were timed under load, the rounds were not: 60 ms less for two parts, of which ten would be a gift."""
+    costs = with_intermediate(steps(FLAT, one=50.0), steps({1: 1.0, 2: 1.0}, one=30.0))
+    acceptance = Acceptance(sequence=rates(0.8))
+    one = Candidate("sequence", (("pipeline.draft_length", 1),))
+    seen = [
+        Measured(each, 1.0, 1.0, 1.0, 0.0, 4, CONTEXT, ms, 0.0) for each, ms in ((one, 20.0), (Candidate("plain"), 9))
+    ]
+    found = make_plan(with_real_rounds(costs, acceptance, seen), acceptance)
+    assert all(p.round_ms >= 0.79 * (p.draft_ms + p.verify_ms) for p in found.ranking)
 
 
 def test_a_short_answer_pays_for_its_first_round_and_for_a_last_one_that_is_cut() -> None:
@@ -386,6 +409,7 @@ def settled(gain: float, uncertainty: float) -> str:
         (0.8, 0.05, "plain"),  # contradicts the prediction: only the measurement counts
         (1.02, 0.05, "plain"),
         (1.9, float("inf"), "sequence"),  # one prompt says nothing, the prediction stands
+        (0.9, 5.0, "plain"),  # two that were slower neither, but who would run it then
     ],
 )
 def test_the_verdict_needs_prediction_and_measurement(gain: float, uncertainty: float, winner: str) -> None:
