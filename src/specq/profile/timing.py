@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import perf_counter
@@ -81,6 +82,12 @@ def stability_notes(states: Sequence[Mapping[str, Any]], *, drift: float, spread
     clocks = [state["clock_mhz"] for state in states if "clock_mhz" in state]
     if clocks and max(clocks) > 1.1 * min(clocks):
         notes.append(f"the clock moved between {min(clocks):.0f} and {max(clocks):.0f} MHz")
+    loads, processors = [state["load"] for state in states if state.get("load") is not None], os.cpu_count() or 1
+    if loads and max(loads) > processors + 1:
+        notes.append(
+            f"other work ran beside (a load of up to {max(loads):.0f} on {processors} processors): the times are those "
+            "of a busy machine, and forecasts hold for one"
+        )
     if spread > 0.1 or drift > 0.05:
         notes.append(
             f"the times are unsteady: half of the samples lie within ± {50 * spread:.0f} % of their median, and the "

@@ -114,6 +114,9 @@ def test_drift_between_the_halves_and_spread_are_seen_and_said() -> None:
     (note,) = stability_notes([], drift=0.2, spread=0.3)
     assert "± 15 % of their median" in note
     assert "by 20 %" in note
+    (busy,) = stability_notes([{"load": 1e4}, {"load": 0.5}], drift=0.0, spread=0.0)
+    assert busy.startswith("other work ran beside (a load of up to 10000 on ")
+    assert stability_notes([{"load": 0.5}], drift=0.0, spread=0.0) == []
     states = [{"clock_mhz": 1980.0, "is_throttled": False}, {"clock_mhz": 1200.0, "is_throttled": True}]
     throttled, moved = stability_notes(states, drift=0.0, spread=0.0)
     assert "throttled" in throttled
