@@ -166,7 +166,7 @@ def attention_kernel(
 
 
 @triton.jit(do_not_specialize=["nodes", "written"])
-def merge_kernel(
+def attention_merge_kernel(
     partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, nodes, written,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     LEAF: tl.constexpr, LEAVES: tl.constexpr, FOLD: tl.constexpr, FOLDED: tl.constexpr, BLOCK_P: tl.constexpr,

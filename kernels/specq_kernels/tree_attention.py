@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specq_kernels.attention_device import attention_kernel, merge_kernel
+from specq_kernels.attention_device import attention_kernel, attention_merge_kernel
 from specq_kernels.configs import Config
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, row_bucket, runs_kernel
 
@@ -88,7 +88,7 @@ def tree_attention(
         KV_HEADS=kv_heads, BLOCK_Q=block_q, WINDOWED=window is not None, STAGES=config["stages"], **sizes, **options,
     )  # fmt: skip
     options = {} if interpreted() else {"num_warps": 1, "launch_pdl": early}
-    merge_kernel[(triton.cdiv(nodes * heads, merged),)](
+    attention_merge_kernel[(triton.cdiv(nodes * heads, merged),)](
         partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes, earlier + nodes,
         HEADS=heads, BLOCK_R=merged, FOLD=FOLD, BLOCK_P=triton.next_power_of_2(leaves // folded),
         BATCH=config["batch"], GROUP=group if sums is not None else 0, STRIDE=row_bucket(nodes), **sizes, **options,

@@ -67,7 +67,7 @@ for head_dim, window, block_q, folded in ((128, False, 64, 4), (80, True, 16, 1)
     sizes = dict(SHARED=4, HEAD_DIM=head_dim, BLOCK_D=128, LEAF=64, LEAVES=48, FOLDED=folded, EARLY=EARLY)
     constants = dict(sizes, KV_HEADS=2, BLOCK_Q=block_q, WINDOWED=window, STAGES=3)
     build(f"attention {head_dim}", attention_device.attention_kernel, constants)
-    build(f"merge {head_dim}", attention_device.merge_kernel,
+    build(f"merge {head_dim}", attention_device.attention_merge_kernel,
           dict(sizes, HEADS=8, BLOCK_R=4, FOLD=4, BLOCK_P=16, BATCH=4, GROUP=0 if window else 128, STRIDE=16))
 for parts in (0, 4):
     build(f"norm {parts}", norm_rope._rms_norm_kernel, x_ptr="*fp32" if parts else "*bf16", warps=8, constants=
