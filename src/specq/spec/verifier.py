@@ -17,15 +17,12 @@ MAX_TRUNK = 8
 
 
 class Verifier:
-    """`verify` decides at least one token and leaves in the cache exactly the context but its newest token.
-
-    `act` is the precision of activations inside 4-bit products (QSpec's two modes of one model).
-    """
+    """`verify` decides at least one token and leaves in the cache exactly the context but its newest token."""
 
     is_on_device = False
 
-    def __init__(self, model: CausalLM, cache: KVCache, sampler: Sampler, *, act: str = "a16") -> None:
-        self.model, self.cache, self.sampler, self.act = model, cache, sampler, act
+    def __init__(self, model: CausalLM, cache: KVCache, sampler: Sampler) -> None:
+        self.model, self.cache, self.sampler = model, cache, sampler
 
     @property
     def limit(self) -> int:
@@ -48,7 +45,7 @@ class Verifier:
             nodes = chain(context[start:end], device=self.model.device)
             if end == len(context):
                 return self._decide(context, nodes, start=end - start - 1)
-            self.model.forward(nodes, self.cache, rows=slice(0, 0), act=self.act)
+            self.model.forward(nodes, self.cache, rows=slice(0, 0))
             self.cache.keep(range(end - start))
 
     def verify(self, context: Sequence[int], tree: DraftTree) -> list[int]:
@@ -68,7 +65,7 @@ class Verifier:
 
     def _decide(self, context: Sequence[int], nodes: DraftTree, *, start: int) -> list[int]:
         """Run the nodes, sample from `start` on, commit the path that follows the samples."""
-        out = self.model.forward(nodes, self.cache, rows=slice(start, None), act=self.act)
+        out = self.model.forward(nodes, self.cache, rows=slice(start, None))
         positions = out.positions[start:] + 1
         sampled = self.sampler(out.logits, positions, self._seen(context, nodes, start)).tolist()
         path = walk(nodes, sampled, start=start) if len(nodes) > start + 1 else [start]

@@ -14,7 +14,7 @@ from specq.spec.pipelines import FOUR_BITS, PIPELINES, require_pipeline
 from specq.spec.sampling import Sampler
 from specq.spec.self_chain import SelfChain
 from specq.spec.speculator import Speculator
-from specq.spec.tree import chain
+from specq.spec.tree import DraftTree, chain
 from specq.spec.verifier import Verifier
 
 
@@ -35,13 +35,15 @@ def test_a_draft_is_the_text_of_the_low_precision_alone_and_the_cache_stays(targ
     k, v = verifier.cache.k.clone(), verifier.cache.v.clone()
     n = verifier.cache.length
     draft = SelfChain(verifier, act="a4", draft_length=5).propose([*context, 7], max_nodes=60, max_depth=60)
-    low = Verifier(target, verifier.cache, Sampler(), act="a4")
     expected = [*context, 7]
-    for _ in range(5):
-        expected += low.verify(expected, chain([]))
+    with torch.inference_mode():
+        for _ in range(5):
+            out = target.forward(chain(expected[-1:]), verifier.cache, act="a4")
+            verifier.cache.commit(1)
+            expected.append(int(out.logits[-1].argmax()))
     assert draft.is_chain
     assert draft.tokens.tolist() == expected[9:]
-    low.rollback(n)
+    verifier.rollback(n)
     assert torch.equal(verifier.cache.k[:, :, :n], k[:, :, :n])
     assert torch.equal(verifier.cache.v[:, :, :n], v[:, :, :n])
     assert not torch.equal(verifier.cache.k[:, :, n : n + 5], k[:, :, n : n + 5])  # it did write behind them
@@ -71,19 +73,29 @@ def test_four_bits_are_accepted_less_often_than_eight(target: CausalLM) -> None:
 
 
 def test_k_and_v_of_the_draft_kept_as_history_would_be_seen(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of this file: a cache that keeps what the draft wrote changes the text."""
+    """The control of this file: a cache that keeps what the draft wrote for the pending tokens changes every text."""
     prompts = [[start, 5] for start in range(8)]
     expected = [plain_text(target, Sampler(), prompt, 40) for prompt in prompts]
-    propose = SelfChain.propose
+    propose, verify = SelfChain.propose, Verifier.verify
+    drafted: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
 
-    def committing(self: SelfChain, context: list[int], **sizes: int) -> object:
+    def drafting(self: SelfChain, context: list[int], **sizes: int) -> DraftTree:
+        cache = self.verifier.cache
+        pending = slice(cache.length, len(context))
         draft = propose(self, context, **sizes)
-        self.verifier.cache.commit(len(context) - 1 - self.verifier.cache.length)
-        self.verifier.cache.k[:, :, : self.verifier.cache.length] *= 1.05
+        drafted.append((pending, cache.k[:, :, pending].clone(), cache.v[:, :, pending].clone()))
         return draft
 
-    monkeypatch.setattr(SelfChain, "propose", committing)
-    assert [decode(speculator(target, act_bits=4), prompt, 40) for prompt in prompts] != expected
+    def restoring(self: Verifier, context: list[int], tree: DraftTree) -> list[int]:
+        decided = verify(self, context, tree)
+        pending, k, v = drafted.pop()
+        self.cache.k[:, :, pending], self.cache.v[:, :, pending] = k, v
+        return decided
+
+    monkeypatch.setattr(SelfChain, "propose", drafting)
+    monkeypatch.setattr(Verifier, "verify", restoring)
+    texts = [decode(speculator(target, act_bits=4), prompt, 40) for prompt in prompts]
+    assert all(text != other for text, other in zip(texts, expected, strict=True))
 
 
 def test_the_default_draft_is_three_tokens_unless_a_length_is_set(target: CausalLM) -> None:
