@@ -8,7 +8,7 @@ from statistics import median
 
 from specq.profile.acceptance import Acceptance
 from specq.profile.cost import CostModel
-from specq.profile.predict import PREDICTORS, Measured
+from specq.profile.predict import MOST_OVERLAP, PREDICTORS, Measured
 from specq.spec.decision import whole_accept_len
 
 
@@ -28,7 +28,9 @@ def with_real_rounds(costs: CostModel, acceptance: Acceptance, seen: Sequence[Me
             more.setdefault(name, []).append((each.round_ms - expected.cost.ms) / expected.parts)
             first.setdefault(name, []).append(max(each.first_ms or 0.0, 0.0) if name != "plain" else 0.0)
     medians = {pipeline: median(values) for pipeline, values in more.items()}
-    loop_ms = max(medians.pop("plain", costs.loop_ms), 0.0)
+    step = costs.steps["target"]
+    least = -MOST_OVERLAP * step.step(1, step.contexts()[0]).ms  # as for the others, so that none gains by it
+    loop_ms = max(medians.pop("plain", costs.loop_ms), least)
     first_ms = {pipeline: median(values) for pipeline, values in first.items()}
     return replace(costs, loop_ms=loop_ms, extra_ms=medians, first_ms=first_ms)
 

@@ -203,6 +203,7 @@ def test_a_machine_that_got_faster_makes_no_pipeline_free() -> None:
     ]
     found = make_plan(with_real_rounds(costs, acceptance, seen), acceptance)
     assert all(p.round_ms >= 0.79 * (p.draft_ms + p.verify_ms) for p in found.ranking)
+    assert found.plain.round_ms == pytest.approx(0.8 * 50.0)
 
 
 def test_a_short_answer_pays_for_its_first_round_and_for_a_last_one_that_is_cut() -> None:
