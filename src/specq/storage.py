@@ -90,8 +90,10 @@ def require_writable(folder: Path, *, hint: str) -> None:
 
 def require_writable_file(path: Path) -> None:
     """Raises UsageError when `path` is a folder, or its folder is not there or takes no files."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"`{path}` cannot be written: it is a folder, or its folder does not exist")
+    if path.is_dir():
+        raise UsageError(f"`{path}` cannot be written: it is a folder", hint="name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"`{path}` cannot be written: its folder does not exist", hint=f"mkdir -p {path.parent}")
     require_writable(path.absolute().parent, hint="choose another file")
 
 

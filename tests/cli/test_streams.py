@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 import threading
 import time
@@ -143,3 +144,15 @@ def test_columns_are_aligned_and_sizes_read_well() -> None:
     assert table([]) == ""
     assert (size_text(92_871_040), size_text(2.5e9)) == ("92.9 MB", "2.5 GB")
     assert (size_text(4200), size_text(999), size_text(0)) == ("4.2 kB", "999 bytes", "0 bytes")
+
+
+def test_streams_closed_before_the_start_change_neither_output_nor_exit_code() -> None:
+    def run(arguments: str) -> subprocess.CompletedProcess[str]:
+        command = f"'{sys.executable}' -m specq {arguments}"
+        return subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+
+    listed = run("recipe ls")
+    assert (run("recipe ls 2>&-").stdout, listed.returncode) == (listed.stdout, 0)
+    failed = run("recipe show nowhere 2>&-")
+    assert (failed.stdout, failed.returncode) == ("", run("recipe show nowhere").returncode)
+    assert run("recipe ls >&-").returncode == 0

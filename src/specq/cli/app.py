@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from specq.cli.console import ClosedOutput, discard_output
+from specq.cli.console import ClosedOutput, discard_output, open_missing_streams
 from specq.cli.options import NearMissGroup, nearest
 from specq.errors import NotEnoughMemoryError, SpecqError, UsageError
 
@@ -107,6 +107,7 @@ def _print_version(*, as_json: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one command line; every error has become a message on standard error."""
+    open_missing_streams()
     command = typer.main.get_command(app)
     args = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -205,6 +205,17 @@ def discard_output() -> None:
     os.close(nothing)
 
 
+def open_missing_streams() -> None:
+    """Standard output and error that were closed before the start lead to nothing, so that no file takes their place."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+
+
 @contextmanager
 def _diverted_stdout() -> Iterator[TextIO]:
     """The true standard output, while descriptor 1 and sys.stdout lead to standard error."""
