@@ -206,7 +206,7 @@ def discard_output() -> None:
 
 
 def open_missing_streams() -> None:
-    """Standard output and error that were closed before the start lead to nothing, so that no file takes their place."""
+    """Standard output and error that were closed before the start lead to nothing, and no file takes their place."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             nothing = os.open(os.devnull, os.O_WRONLY)
