@@ -77,7 +77,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "gguf"},
+        "quantization_config": {"quant_method": "gguf", "bits": 4 if _has_packed_matrix(header) else 16},
     }
     scaling = _llama3_scaling(path, header, theta) or _scaling(keys)
     if scaling:
@@ -88,6 +88,12 @@ def gguf_config(path: Path) -> dict[str, Any]:
     if window:
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     return config | _token_ids(header)
+
+
+def _has_packed_matrix(header: GgufHeader) -> bool:
+    """Whether a matrix that is multiplied keeps its four bits; an embedding alone does not count."""
+    multiplied = (name for name in header.tensors if name.startswith("blk.") or name == "output.weight")
+    return any(header.tensors[name].type in PACKED_TYPES for name in multiplied)
 
 
 class _Keys:

@@ -44,7 +44,7 @@ class QuantSpec:
         if method not in readers:
             raise UnsupportedError(f"weights quantized by `{method}` are not read", hint=FORMATS_HINT)
         spec = readers[method](config)
-        widths = (4, 8) if method in ("gptq", "compressed-tensors") else (4,)
+        widths = {"gptq": (4, 8), "compressed-tensors": (4, 8), "awq": (4,), "gguf": (4, 16)}[method]
         for part in (spec, spec.head or spec):
             if part.bits not in widths:
                 raise UnsupportedError(f"{part.bits}-bit `{method}` weights are not read", hint=FORMATS_HINT)
@@ -134,5 +134,6 @@ def _scheme(weights: Mapping[str, Any], stored: str, skip: tuple[str, ...]) -> Q
 
 
 def _gguf(config: Mapping[str, Any]) -> QuantSpec:
-    """Blocks of 32; which of them keep four bits is decided tensor by tensor when they are read."""
-    return QuantSpec(method="gguf", bits=4, group_size=32, symmetric=False, desc_act=False, checkpoint_format="gguf")
+    """Blocks of 32; 16 bits where no matrix keeps four, since every other type is dequantised."""
+    bits = int(config.get("bits", 4))
+    return QuantSpec(method="gguf", bits=bits, group_size=32, symmetric=False, desc_act=False, checkpoint_format="gguf")

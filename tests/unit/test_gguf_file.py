@@ -19,7 +19,9 @@ from specq.errors import UnsupportedError, UsageError
 from specq.gguf_file import LAYER_NAMES, TOP_NAMES, GgufWeights, gguf_config
 from specq.gguf_header import read_header
 from specq.models.inventory import check_tensors
+from specq.models.loader import load_model, model_spec
 from specq.quant.packed import PackedWeight
+from specq.spec.pipelines import four_bits
 from specq.tensors import open_weights
 
 HEADS, KV_HEADS, HIDDEN = 4, 2, 64
@@ -82,6 +84,16 @@ def _write(
     writer.write_tensors_to_file()
     writer.close()
     return expected
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(Type.F32, 16), (Type.Q8_0, 16), (Type.Q4_0, 4)])
+def test_the_header_says_whether_any_matrix_keeps_four_bits(tmp_path: Path, kind: Type, bits: int) -> None:
+    _write(tmp_path / "model.gguf", _config(), matrix_type=kind)
+    spec = model_spec(tmp_path)
+    assert spec.quantization is not None
+    assert spec.quantization.bits == bits
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    assert model.has_four_bit_products == bool(four_bits(spec)) == (bits == 4)
 
 
 def _config(family: str = "llama", **changes: Any) -> dict[str, Any]:

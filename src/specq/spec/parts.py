@@ -15,7 +15,7 @@ from specq.models.loader import Engine, check_memory, choose_dtype, load_model, 
 from specq.models.memory import head_bytes_per_token
 from specq.spec.check import check_pair
 from specq.spec.check_head import head_bytes
-from specq.spec.pipelines import HeadSeat, Parts, Seat, four_bits
+from specq.spec.pipelines import HeadSeat, Parts, Seat
 from specq.spec.tree import MAX_NODES
 from specq.tokenizer import Tokenizer
 
@@ -56,8 +56,8 @@ class PartLoader:
 
     @property
     def roles(self) -> frozenset[str]:
-        """Every part that can be loaded, and what the target's config says of its matrices."""
-        return frozenset(self._snapshots) | four_bits(self._spec("target"))
+        """Every part that can be loaded."""
+        return frozenset(self._snapshots)
 
     def load(self, parts: Parts | None, roles: Collection[str]) -> Parts:
         """The parts with those of `roles` that were missing, and the models that these draft for.

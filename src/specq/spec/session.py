@@ -109,7 +109,7 @@ class Pipeline:
 
     @property
     def _roles(self) -> frozenset[str]:
-        """The parts in memory and those that can be loaded."""
+        """The parts in memory and those that can be loaded; whether matrices have 4 bits the loaded target says."""
         return self.parts.roles | (self._loader.roles if self._loader else frozenset())
 
     def use(self, name: str) -> None:
