@@ -31,8 +31,8 @@ HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 DEFAULT_RECIPE = "demo"
 """The recipe that runs when no model is named."""
 
-SELF_DRAFT = 3
-"""Tokens that qspec drafts where `draft_length` is not set: its drafts cost nearly what they save."""
+DRAFT, SELF_DRAFT = 5, 3
+"""Tokens drafted where `draft_length` is not set, and those of qspec: its drafts cost nearly what they save."""
 
 MAX_DRAFT = 56
 """Longest draft of a sequence: with the longest trunk of pending tokens it still fits one verification."""
@@ -82,20 +82,19 @@ class DrafterSection(_Section):
 class PipelineSection(_Section):
     """Which pipeline runs, and the length of what it drafts.
 
-    `draft_length` is 3 for qspec unless set; `act_bits` are those of the activations that qspec drafts with.
+    `draft_length` is 5 unless set, and 3 for qspec; `act_bits` are those of the activations that qspec drafts with.
     """
 
     name: PipelineName = "auto"
-    draft_length: int = Field(default=5, ge=1, le=MAX_DRAFT)
+    draft_length: int | None = Field(default=None, ge=1, le=MAX_DRAFT)
     min_draft: int = Field(default=6, ge=1, le=MAX_DRAFT)
     max_ngram: int = Field(default=3, ge=1, le=16)
     min_ngram: int = Field(default=2, ge=1, le=16)
     act_bits: Literal[8, 4] = 8
 
-    @property
-    def self_draft_length(self) -> int:
-        """Tokens that qspec drafts."""
-        return self.draft_length if "draft_length" in self.model_fields_set else SELF_DRAFT
+    def length_for(self, pipeline: str) -> int:
+        """Tokens that the pipeline of this name drafts."""
+        return self.draft_length or (SELF_DRAFT if pipeline == "qspec" else DRAFT)
 
 
 def _as_pipeline(value: Any) -> Any:

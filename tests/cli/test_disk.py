@@ -98,7 +98,8 @@ def test_show_leaves_out_what_is_not_set_unless_all_is_wanted(call) -> None:
     shown = yaml.safe_load(call("recipe", "show", "demo", "--set", "pipeline=plain", "--set", "context=64").out)
     assert {key: shown[key] for key in shown if key != "distill"} == yaml.safe_load(text)
     every = yaml.safe_load(call("recipe", "show", "demo", "--all").out)
-    assert every["pipeline"]["draft_length"] == 5
+    assert every["pipeline"]["draft_length"] is None
+    assert every["pipeline"]["min_draft"] == 6
     assert every["sampling"]["top_k"] is None
 
 

@@ -151,8 +151,8 @@ def _forecast(forecasts: Forecasts, contestant: PipelineContestant) -> Forecast 
 def _setting(contestant: PipelineContestant, key: str) -> Any:
     """The value that the contestant runs with; where the recipe names no bits a head drafts with its own."""
     section, name = key.split(".")
-    if contestant.decoded == "qspec" and name == "draft_length":
-        name = "self_draft_length"
+    if key == "pipeline.draft_length":
+        return contestant.recipe.pipeline.length_for(contestant.decoded)
     value = getattr(getattr(contestant.recipe, section), name)
     if key != "drafter.head_bits" or value is not None:
         return value

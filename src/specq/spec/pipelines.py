@@ -187,7 +187,7 @@ _PART_NAMES = {
 
 
 def four_bits(spec: ModelSpec) -> frozenset[str]:
-    """FOUR_BITS where the config of a target promises 4-bit matrices: what `Parts.roles` says before it is loaded."""
+    """FOUR_BITS where the config of a target promises 4-bit matrices, before `Parts.roles` knows whether it has any."""
     stored = spec.quantization
     return frozenset({FOUR_BITS} if stored is not None and stored.bits == 4 else ())
 
@@ -204,13 +204,15 @@ def _plain(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
 
 def _lookup(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
     section = recipe.pipeline
-    drafter = PromptLookup(draft_length=section.draft_length, max_ngram=section.max_ngram, min_ngram=section.min_ngram)
+    drafter = PromptLookup(
+        draft_length=section.length_for("lookup"), max_ngram=section.max_ngram, min_ngram=section.min_ngram
+    )
     return Speculator(drafter, parts.target.verifier(sampler))
 
 
 def _sequence(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
     inner = Speculator(NoDrafter(), _present(parts.intermediate).verifier(sampler))
-    drafter = SequenceDrafter(inner, at_least=recipe.pipeline.draft_length)
+    drafter = SequenceDrafter(inner, at_least=recipe.pipeline.length_for("sequence"))
     return Speculator(drafter, parts.target.verifier(sampler))
 
 
@@ -227,7 +229,7 @@ def _hierarchical(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
 def _qspec(parts: Parts, sampler: Sampler, recipe: Recipe) -> Speculator:
     verifier, section = parts.target.verifier(sampler), recipe.pipeline
     act = low_act(section.act_bits)
-    drafter = parts.target.self_drafter(verifier, act=act, draft_length=section.self_draft_length)
+    drafter = parts.target.self_drafter(verifier, act=act, draft_length=section.length_for("qspec"))
     return Speculator(drafter, verifier)
 
 

@@ -11,6 +11,7 @@ from tiny_models import make_head, make_model
 from specq.bench.contestants import PipelineContestant
 from specq.bench.prediction import compare
 from specq.bench.report import Figures, RowReport
+from specq.recipe import Recipe
 from specq.spec.decision import Forecast, Forecasts
 from specq.spec.pipelines import HeadSeat, Parts, Seat
 from specq.spec.session import Pipeline
@@ -52,6 +53,22 @@ def test_a_head_that_no_bits_are_asked_of_is_held_against_its_own(
     found = compare(forecasts, [row], [RowReport("eagle2", FIGURES, {}, None, None, [], None, 0)])
     assert found is not None
     assert [each.settings for each in found.rows] == [(("drafter.head_bits", bits),)]
+
+
+@pytest.mark.parametrize(("kind", "length"), [("qspec", 3), ("lookup", 5)])
+def test_a_length_that_is_not_set_is_the_pipelines_own(
+    make_pipeline: Callable[..., Pipeline], kind: str, length: int
+) -> None:
+    pipeline = make_pipeline(make_model(bits=4))
+    row = PipelineContestant(kind, pipeline, kind=kind, recipe=Recipe.model_validate({"target": "tiny"}))
+    made = [Forecast(kind, (("pipeline.draft_length", n),), 1.0, 1.2, 0.1, 2.0, 30.0) for n in (3, 5)]
+    found = compare(
+        Forecasts(tuple(made), 64, 128, {}, "2026-01-01"),
+        [row],
+        [RowReport(kind, FIGURES, {}, None, None, [], None, 0)],
+    )
+    assert found is not None
+    assert [each.settings for each in found.rows] == [(("pipeline.draft_length", length),)]
 
 
 def test_an_error_is_told_apart_by_what_was_accepted_and_what_rounds_took(

@@ -101,6 +101,7 @@ def test_k_and_v_of_the_draft_kept_as_history_would_be_seen(target: CausalLM, mo
 def test_the_default_draft_is_three_tokens_unless_a_length_is_set(target: CausalLM) -> None:
     for pipeline, length in (({}, 3), ({"draft_length": 5}, 5)):
         recipe = Recipe.model_validate({"target": "tiny", "pipeline": pipeline})
+        recipe = Recipe.model_validate(recipe.model_dump(mode="json"))  # all of it written down and read again
         running = PIPELINES["qspec"].build(make_parts(target, target), Sampler(), recipe)
         decode(running, [1, 2], 20)
         assert max(r.drafted for r in running.rounds) == length
