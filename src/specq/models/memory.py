@@ -36,8 +36,9 @@ reserved, 1877 MB said.
 """
 
 KEY_PIECES, FOLDED_PIECES = 48, 12
-"""Pieces of the keys whose attention is summed apart there, in fp32: of few rows, up to 64 a kv head, and of many
-(LEAVES, and a FOLDth of them, of specq_kernels/tree_attention.py)."""
+FEW_ROWS = 128
+"""Pieces of the keys whose attention is summed apart there, in fp32: of few rows (node, head), up to FEW_ROWS a kv
+head, and of many (LEAVES, and a FOLDth of them; see `attention_config` in specq_kernels/tree_attention.py)."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ def estimate_bytes(
     widest = 2 * spec.intermediate + 4 * spec.hidden + 2 * spec.heads * spec.head_dim
     activations = PREFILL_ROWS * widest * dtype.itemsize + 2 * HEAD_ROWS * spec.vocab * 4
     if not is_cpu:
-        pieces = max(KEY_PIECES * spec.kv_heads, FOLDED_PIECES * spec.heads)
-        activations += GPU_SCRATCH + pieces * HEAD_ROWS * spec.head_dim * 4
+        rows = HEAD_ROWS * spec.heads
+        sums = max(KEY_PIECES * min(rows, FEW_ROWS * spec.kv_heads), FOLDED_PIECES * rows)
+        activations += GPU_SCRATCH + sums * spec.head_dim * 4
     return MemoryEstimate(weights, context * kv_bytes_per_token(spec, dtype), activations)
 
 

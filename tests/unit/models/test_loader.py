@@ -20,7 +20,14 @@ from specq.models.causal_lm import CausalLM
 from specq.models.inventory import expected_tensors
 from specq.models.layers import SideBySide
 from specq.models.loader import build_model, check_memory, load_model, model_spec
-from specq.models.memory import MemoryEstimate, estimate_bytes, head_bytes_per_token, require_memory
+from specq.models.memory import (
+    GPU_SCRATCH,
+    HEAD_ROWS,
+    MemoryEstimate,
+    estimate_bytes,
+    head_bytes_per_token,
+    require_memory,
+)
 from specq.quant.formats import FORMATS
 from specq.quant.linear import DenseLinear, Int4Linear, RescoredLinear
 from specq.quant.packed import PackedWeight, pack_nibbles
@@ -280,6 +287,21 @@ def test_estimated_weights_are_those_loaded(is_tied: bool) -> None:
     cache = model.new_cache(100)
     assert estimate.kv == cache.k.nbytes + cache.v.nbytes
     assert estimate.total == estimate.weights + estimate.kv + estimate.activations
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8), (64, 8), (28, 4), (32, 1)])
+def test_on_a_gpu_the_sums_of_attention_are_counted_for_any_number_of_nodes(heads: int, kv_heads: int) -> None:
+    attention = pytest.importorskip("specq_kernels.tree_attention")
+    config = tiny_config("qwen2", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+    spec = ModelSpec.from_config(config)
+    here, there = (
+        estimate_bytes(spec, dtype=torch.bfloat16, context=1, device=name).activations for name in ("cpu", "cuda:0")
+    )
+    shared, taken = heads // kv_heads, []
+    for nodes in range(1, HEAD_ROWS + 1):
+        sizes = attention.attention_config(nodes * shared, nodes * heads, 1)
+        taken.append(sizes["leaves"] // sizes["folded"] * nodes * heads * spec.head_dim * 4)
+    assert 0.98 * (there - here - GPU_SCRATCH) <= max(taken) <= there - here - GPU_SCRATCH
 
 
 @pytest.mark.parametrize("is_eagle3", [False, True])
