@@ -17,11 +17,15 @@ NEW_ROWS = (1, 2, 4, 8, 16)
 TRUNKS = (0, 1)
 """What a round's graphs differ by: nodes of a verification; a head's rows with new features, and tokens without."""
 
+CHAINS = 8
+"""Of the target's own drafts the longest and those up to here; others end an answer, and are captured when one does.
+They follow one pending token, as all do but the first of a context that was continued."""
+
 CONTEXT = 2 * NEW_ROWS[-1]
 
 
 def warm_up(speculator: Speculator) -> None:
-    """Run every size of verification and drafting once, on every level; its caches are empty afterwards."""
+    """Run the sizes of verification and drafting that recur once, on every level; its caches are empty afterwards."""
     context = [0] * (CONTEXT + 1)
     with torch.inference_mode():
         for level in speculator.levels():
@@ -36,7 +40,8 @@ def warm_up(speculator: Speculator) -> None:
             if isinstance(level.drafter, EagleTree):
                 _warm_up_head(level.drafter, context)
             elif isinstance(level.drafter, SelfChain):
-                for length in range(1, level.drafter.draft_length + 1):
+                longest = level.drafter.draft_length
+                for length in sorted({longest, *range(1, min(longest, CHAINS) + 1)}):
                     level.drafter.propose(context, max_nodes=MAX_NODES - 1, max_depth=length)
             level.rollback(0)
 

@@ -10,9 +10,10 @@ from specq.recipe import Recipe
 from specq.spec import stopwatch, warm_up
 from specq.spec.pipelines import PIPELINES, HeadSeat, Parts, Seat
 from specq.spec.sampling import Sampler
+from specq.spec.self_chain import SelfChain
 from specq.spec.speculator import Speculator, StopRule, generate
 from specq.spec.stopwatch import Stopwatch
-from specq.spec.tree import MAX_NODES
+from specq.spec.tree import MAX_NODES, DraftTree
 
 CONTEXT = 64
 RECIPE = Recipe.model_validate({"target": "tiny", "drafter": {"nodes": 8, "depth": 3, "top_k": 2}})
@@ -56,6 +57,25 @@ def test_every_size_runs_and_the_text_stays(parts: Parts, name: str, monkeypatch
     assert all(seat.cache.length == 0 for _, seat in parts.items())
     assert speculator.rounds == []
     assert decode(speculator) == before
+
+
+@pytest.mark.parametrize(("longest", "lengths"), [(3, [1, 2, 3]), (56, [1, 2, 3, 4, 5, 6, 7, 8, 56])])
+def test_of_long_drafts_of_its_own_a_target_runs_the_short_and_the_longest(
+    longest: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_model(bits=4)
+    recipe = Recipe.model_validate({"target": "tiny", "pipeline": {"draft_length": longest}})
+    speculator = PIPELINES["qspec"].build(Parts(Seat(target, target.new_cache(CONTEXT + MAX_NODES))), Sampler(), recipe)
+    ran: list[int] = []
+    propose = SelfChain.propose
+
+    def noting(self: SelfChain, context: list[int], **sizes: int) -> DraftTree:
+        ran.append(len(draft := propose(self, context, **sizes)))
+        return draft
+
+    monkeypatch.setattr(SelfChain, "propose", noting)
+    warm_up.warm_up(speculator)
+    assert ran == lengths
 
 
 class Event:
