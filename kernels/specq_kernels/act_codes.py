@@ -52,6 +52,8 @@ def norm_codes(x: Tensor, weight: Tensor, padded_k: int, *, eps: float, bits: in
     Raises ValueError naming the argument.
     """
     check_tensor("x", x, shape=(None, None))
+    if bits not in MOST:
+        raise ValueError(f"bits: {bits} is not 8 or 4")
     rows, k = x.shape
     check_tensor("weight", weight, shape=(k,), device=x.device)
     codes, scales, sums = _empty(rows, padded_k, x.device)

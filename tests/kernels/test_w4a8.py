@@ -35,6 +35,11 @@ def test_codes_of_a_norm_are_those_of_its_result(rows: int) -> None:
     torch.testing.assert_close(found[2][:, :rows], expected[2], rtol=1e-2, atol=2e-2)
 
 
+def test_codes_of_other_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="bits: 5 is not 8 or 4"):
+        norm_codes(torch.randn(1, 600).half(), torch.rand(600).half(), 768, eps=1e-5, bits=5)
+
+
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "minima"])
 @pytest.mark.parametrize(("rows", "n", "k", "bits"), [(1, 128, 512, 8), (3, 200, 576, 4), (20, 64, 312, 8)])
 def test_the_product_is_that_of_rounded_rows(rows: int, n: int, k: int, bits: int, kind: str) -> None:
