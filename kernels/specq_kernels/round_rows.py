@@ -1,7 +1,7 @@
 """Activations rounded to a grid of 8 or 4 bits, one scale for each row and 128 columns: what QSpec's draft reads.
 
 The numbers stay in x's dtype, which holds them exactly, so every product takes them; sums over the groups of the
-4-bit product come with them. The law is that of specq/quant/rounding.py.
+4-bit product come with them. The law is that of specq/quant/rounding.py, whose `round_rows` says where fp16 overflows.
 """
 
 from __future__ import annotations

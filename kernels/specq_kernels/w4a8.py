@@ -4,7 +4,8 @@ x is rounded as in `round_rows`, by a kernel of its own that writes the integers
 them by the codes of the same packed weight that `w4a16` reads, 32-bit integers a group of 128, and the scales of both
 enter in fp32. One row, which is what a chain is drafted with, needs no matrix instruction: lanes multiply four bytes
 at a time. So the result is that of `w4a16` on the rounded x but for the order of fp32 sums. Groups of 128, one
-level. Split-K writes fp32 partials and the last program of a tile adds them in order.
+level. Split-K writes fp32 partials and the last program of a tile adds them in order. The engine runs one row only
+(`is_faster`); 2 to 64 rows are kept for the measurement of r in docs/qspec.md.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def round_rows(x: Tensor, act: str) -> Tensor:
 
     The scale is the group's largest |x| over 127 (or 7), rounded up to so few significant bits that every multiple of
     it is a number of x's dtype (fp16 below 2**-14 apart); integers are rounded half to even. The last group may be
-    shorter. Raises ValueError for an unknown precision.
+    shorter. At the top of the dtype's range rounding up can leave it: in fp16, values of a group whose largest is over
+    65024 (a8) or 64512 (a4) may become infinite, which only a draft ever reads. Raises ValueError for an unknown
+    precision.
     """
     if act == FULL:
         return x

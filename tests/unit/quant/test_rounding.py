@@ -31,6 +31,15 @@ def test_a_rounded_row_is_integers_times_one_scale_a_group(act: str, dtype: torc
         assert bool(((found - part).abs() <= scale.double() * 0.50001).all())
 
 
+@pytest.mark.parametrize(("act", "most"), [("a8", 65024.0), ("a4", 64512.0)])
+def test_fp16_overflows_only_past_its_last_grid(act: str, most: float) -> None:
+    every = torch.arange(2**15 - 2**10, dtype=torch.int16).view(torch.float16)  # all finite x >= 0
+    alone = torch.zeros(len(every), 128, dtype=torch.float16)
+    alone[:, 0] = every
+    finite = round_rows(alone, act).isfinite().all(1)
+    assert torch.equal(finite, every <= most)
+
+
 def test_a_scale_is_the_next_number_of_few_bits() -> None:
     x = torch.tensor([0.0, 1.0, 1.01, 2.0, 3.0, 0.3])
     assert round_up(x, 1).tolist() == [0.0, 1.0, 2.0, 2.0, 4.0, 0.5]
