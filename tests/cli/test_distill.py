@@ -50,6 +50,14 @@ def test_a_head_is_trained_measured_and_loads(call, target, tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
 
 
+def test_a_head_that_diverged_is_not_written(call, target, tmp_path) -> None:
+    options = ("--kind", "eagle", "-o", tmp_path / "head", "--steps", "10", *SMALL)
+    done = call("distill", target, *options, "--set", "distill.learning_rate=1e30")
+    assert done.code == 1
+    assert "training diverged before step 10" in done.err
+    assert not (tmp_path / "head").exists()
+
+
 def test_an_interrupted_run_says_how_to_go_on(call, target, tmp_path, monkeypatch) -> None:
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt

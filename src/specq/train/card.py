@@ -50,7 +50,8 @@ def write_card(folder: Path, manifest: Mapping[str, Any], *, title: str, use: st
         "| step | seconds | loss | top-1 by depth | accept length of a chain, estimated |",
         "|---|---|---|---|---|",
     ]
-    for record in curve[:: max(1, len(curve) // CURVE_ROWS)]:
+    *earlier, last = curve
+    for record in [*earlier[:: max(1, len(curve) // CURVE_ROWS)], last]:
         depths = " ".join(f"{rate:.3f}" for rate in record["top1"])
         lines.append(
             f"| {record['step']} | {record['seconds']:.0f} | {record['loss']:.3f} | {depths} "

@@ -36,6 +36,9 @@ ROUNDED_PART = 0.35
 SETTLE_EVERY = 16
 """Steps between two searches of scales, which take as long as a step."""
 
+SETTLED = "settled"
+"""Name in a head's state of the steps since scales were first searched; the other names are those of products."""
+
 GATE, DOWN = "layers.0.mlp.gate_proj.weight", "layers.0.mlp.down_proj.weight"
 
 
@@ -122,11 +125,26 @@ class HeadTask:
     def _settle(self) -> None:
         """Move the matrices to their 4-bit numbers, every SETTLE_EVERY-th time."""
         if self._settled % SETTLE_EVERY == 0:
-            products = [module for module in self._modules.modules() if isinstance(module, RoundedLinear)]
-            size = fitting_group([product.weight.shape[1] for product in products])
-            for product in products:
+            products = self._products()
+            size = fitting_group([product.weight.shape[1] for product in products.values()])
+            for product in products.values():
                 product.settle(size)
         self._settled += 1
+
+    def _products(self) -> dict[str, RoundedLinear]:
+        return {name: module for name, module in self._modules.named_modules() if isinstance(module, RoundedLinear)}
+
+    def state(self) -> dict[str, Tensor]:
+        """See Task: the moves of the matrices to their 4-bit numbers, and how many steps used any."""
+        moves = {name: product.moves for name, product in self._products().items() if product.moves is not None}
+        return {SETTLED: torch.tensor(self._settled), **moves}
+
+    def take_state(self, state: Mapping[str, Tensor]) -> None:
+        """See Task."""
+        self._settled = int(state[SETTLED])
+        for name, product in self._products().items():
+            moves = state.get(name)
+            product.moves = None if moves is None else moves.to(product.weight.device)
 
     def _unroll(self, tokens: Tensor, features: Tensor) -> list[Tensor]:
         """Predicted features [batch, length, hidden] of each depth; row i holds the one after id i + 1."""

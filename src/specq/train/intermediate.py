@@ -92,6 +92,13 @@ class IntermediateTask:
             loss = loss + self.settings.feature_weight * F.smooth_l1_loss(rows.float(), wanted.float())
         return loss, [agreed]
 
+    def state(self) -> dict[str, Tensor]:
+        """See Task: nothing but the parameters."""
+        return {}
+
+    def take_state(self, state: Mapping[str, Tensor]) -> None:
+        """See Task."""
+
     def save_weights(self, folder: Path, *, without: Collection[str] = ()) -> None:
         """Write the student's weights as an ordinary Hugging Face model holds them, `without` these tensors."""
         tensors = {name: tensor for name, tensor in model_tensors(self.student).items() if name not in without}

@@ -27,6 +27,12 @@ class Task(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
 
+    def state(self) -> dict[str, Tensor]:
+        """What the next loss depends on beside the parameters: a checkpoint keeps it, `take_state` takes it over."""
+        ...
+
+    def take_state(self, state: Mapping[str, Tensor]) -> None: ...
+
     def loss(self, batch: Batch, draws: torch.Generator, *, done: float) -> tuple[Tensor, list[Tensor]]:
         """(loss, top-1 agreement with the target by depth); `done` is the part of training that is behind."""
         ...
@@ -38,7 +44,8 @@ class Source(Protocol):
 
 @dataclass
 class Progress:
-    """Where training stands; `curve` holds a record every MEASURE_EVERY steps, of means since the last."""
+    """Where training stands; `curve` holds a record every MEASURE_EVERY steps and one at the end, of means since the
+    last."""
 
     step: int = 0
     seconds: float = 0.0
@@ -74,17 +81,19 @@ def train(
 ) -> Progress:
     """Train until the steps or the minutes are used up; a checkpoint there is taken up where it was written.
 
-    Raises SpecqError when the loss is no number any more.
+    Raises SpecqError when the loss or a weight is no number any more; no such weights are saved.
     """
     optimizer = MasterWeights(task.parameters, kind=settings.optimizer)
     progress = Progress(curve=[])
     if checkpoint.is_file():
-        progress = Progress(**optimizer.load(checkpoint))
+        saved_progress, state = optimizer.load(checkpoint)
+        progress = Progress(**saved_progress)
+        task.take_state(state)
         say(f"going on after step {progress.step}")
-    assert progress.curve is not None
     device = next(iter(task.parameters.values())).device
     began, saved = perf_counter() - progress.seconds, perf_counter()
     recent: list[Tensor] = []
+    rate = 0.0
     for batch in source.batches(progress.step):
         if (done := progress.done(settings)) >= 1.0:
             break
@@ -97,23 +106,45 @@ def train(
         progress.step += 1
         progress.tokens += len(batch.positions)
         if progress.step % MEASURE_EVERY == 1 % MEASURE_EVERY:
-            record = _record(progress, rate, torch.stack(recent).mean(0).tolist())
-            recent.clear()
-            if not math.isfinite(record["loss"]):
-                raise SpecqError(
-                    f"training diverged before step {progress.step}: the loss is `{record['loss']}`",
-                    hint=f"start again with --overwrite --set distill.learning_rate={settings.learning_rate / 4:g}",
-                )
-            progress.curve.append(record)
-            say(progress_text(record, settings))
+            _measure(progress, rate, recent, settings, say)
         elif device.type == "cuda" and progress.step % 4 == 0:
             torch.cuda.current_stream(device).synchronize()  # or the clock below runs ahead of the device
         progress.seconds = perf_counter() - began
         if perf_counter() - saved > SAVE_SECONDS:
-            optimizer.save(checkpoint, vars(progress))
+            _save(checkpoint, task, optimizer, progress, settings)
             saved = perf_counter()
-    optimizer.save(checkpoint, vars(progress))
+    if recent:
+        _measure(progress, rate, recent, settings, say)
+    _save(checkpoint, task, optimizer, progress, settings)
     return progress
+
+
+def _measure(
+    progress: Progress, rate: float, recent: list[Tensor], settings: DistillSection, say: Callable[[str], None]
+) -> None:
+    """Put the means of what is recent on the curve. Raises SpecqError when the loss is no number."""
+    record = _record(progress, rate, torch.stack(recent).mean(0).tolist())
+    recent.clear()
+    if not math.isfinite(record["loss"]):
+        raise _diverged(progress, f"the loss is `{record['loss']}`", settings)
+    assert progress.curve is not None
+    progress.curve.append(record)
+    say(progress_text(record, settings))
+
+
+def _save(checkpoint: Path, task: Task, optimizer: MasterWeights, progress: Progress, settings: DistillSection) -> None:
+    """Write a checkpoint. Raises SpecqError when a weight is no number."""
+    for name, parameter in task.parameters.items():
+        if not bool(parameter.isfinite().all()):
+            raise _diverged(progress, f"`{name}` holds what is no number", settings)
+    optimizer.save(checkpoint, vars(progress), task.state())
+
+
+def _diverged(progress: Progress, what: str, settings: DistillSection) -> SpecqError:
+    return SpecqError(
+        f"training diverged before step {progress.step}: {what}",
+        hint=f"start again with --overwrite --set distill.learning_rate={settings.learning_rate / 4:g}",
+    )
 
 
 def progress_text(record: Mapping[str, Any], settings: DistillSection) -> str:

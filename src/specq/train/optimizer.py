@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from specq.checkpoint import write_atomically
 
 BETAS = (0.9, 0.95)
 CLIP_NORM = 1.0
+TASK_STATE = "task"
 
 
 class MasterWeights:
@@ -54,25 +55,31 @@ class MasterWeights:
         for name, parameter in self._parameters.items():
             parameter.copy_(self._masters[name])
 
-    def save(self, file: Path, progress: Mapping[str, Any]) -> None:
-        """Weights, moments and `progress`, which JSON takes, as one file that is whole or not there."""
+    def save(self, file: Path, progress: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+        """Weights, moments, `state` and `progress`, which JSON takes, as one file that is whole or not there."""
         tensors = {f"weight/{name}": master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
             for optimizer in self._optimizers:
                 for key, value in optimizer.state.get(master, {}).items():
                     tensors[f"{key}/{name}"] = value
+        tensors |= {f"{TASK_STATE}/{name}": value for name, value in state.items()}
         metadata = {"progress": json.dumps(dict(progress))}
         with write_atomically(file) as path:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
 
     @torch.no_grad()
-    def load(self, file: Path) -> dict[str, Any]:
-        """The progress of a saved file, whose weights and moments are taken over."""
+    def load(self, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(progress, state) of a saved file, whose weights and moments are taken over."""
+        state: dict[str, Tensor] = {}
         with safe_open(file, framework="pt") as saved:
             progress: dict[str, Any] = json.loads(saved.metadata()["progress"])
             for key in sorted(saved.keys()):
                 kind, _, name = key.partition("/")
-                master, value = self._masters[name], saved.get_tensor(key)
+                value = saved.get_tensor(key)
+                if kind == TASK_STATE:
+                    state[name] = value
+                    continue
+                master = self._masters[name]
                 if kind == "weight":
                     master.copy_(value)
                     continue
@@ -81,4 +88,4 @@ class MasterWeights:
                 )
                 owner.state[master][kind] = value if kind == "step" else value.to(master.device)
         self._publish()
-        return progress
+        return progress, state

@@ -18,14 +18,14 @@ class RoundedLinear(DenseLinear):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
-        self._moves: Tensor | None = None
+        self.moves: Tensor | None = None
 
     @torch.no_grad()
     def settle(self, group_size: int) -> None:
         """Choose the moves anew, for groups of so many columns. They stay until the next call, whatever is learnt."""
         weight = self.weight.float()
-        self._moves = (round_to_nearest(weight, Grid(group_size)).dequantize() - weight).to(self.weight.dtype)
+        self.moves = (round_to_nearest(weight, Grid(group_size)).dequantize() - weight).to(self.weight.dtype)
 
     def forward(self, x: Tensor, act: str = "a16") -> Tensor:
         """[..., N] in x's dtype."""
-        return F.linear(x, self.weight if self._moves is None else self.weight + self._moves)
+        return F.linear(x, self.weight if self.moves is None else self.weight + self.moves)

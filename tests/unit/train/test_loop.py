@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from factories import tiny_model
+from safetensors.torch import load_file
 from torch import nn
 
 from specq.errors import SpecqError
@@ -44,8 +45,8 @@ def weights(task: HeadTask) -> list[torch.Tensor]:
     return [p.detach().clone() for p in task.parameters.values()]
 
 
-def head(dtype: str = "float32") -> HeadTask:
-    return HeadTask(tiny_model(dtype=dtype), SETTINGS)
+def head(dtype: str = "float32", **changes: object) -> HeadTask:
+    return HeadTask(tiny_model(dtype=dtype), SETTINGS.model_copy(update=changes))
 
 
 def run(task: HeadTask, folder, **changes) -> Progress:
@@ -53,16 +54,29 @@ def run(task: HeadTask, folder, **changes) -> Progress:
     return train(task, source(), settings, checkpoint=folder / "checkpoint", say=lambda text: None)
 
 
-@pytest.mark.parametrize(("dtype", "optimizer"), [("float32", "adamw"), ("bfloat16", "adamw"), ("float32", "muon")])
-def test_a_killed_run_goes_on_to_the_weights_of_one_that_was_not(tmp_path, monkeypatch, dtype, optimizer) -> None:
-    whole, settings = head(dtype), SETTINGS.model_copy(update={"optimizer": optimizer})
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "bits", "killed"),
+    [
+        ("float32", "adamw", 16, 5),
+        ("bfloat16", "adamw", 16, 5),
+        ("float32", "muon", 16, 5),
+        ("float32", "adamw", 4, 5),
+        ("float32", "adamw", 4, 10),  # rounded since step 8
+        ("bfloat16", "muon", 4, 10),
+    ],
+)
+def test_a_killed_run_goes_on_to_the_weights_of_one_that_was_not(
+    tmp_path, monkeypatch, dtype, optimizer, bits, killed
+) -> None:
+    whole, settings = head(dtype, bits=bits), SETTINGS.model_copy(update={"optimizer": optimizer})
     run(whole, tmp_path, optimizer=optimizer)
     folder = tmp_path / "killed"
     folder.mkdir()
     monkeypatch.setattr("specq.train.loop.SAVE_SECONDS", 0.0)  # a checkpoint after every step
+    task = head(dtype, bits=bits)
     with pytest.raises(Killed):
-        train(head(dtype), KilledAfter(5), settings, checkpoint=folder / "checkpoint", say=lambda text: None)
-    resumed = head(dtype)
+        train(task, KilledAfter(killed), settings, checkpoint=folder / "checkpoint", say=lambda text: None)
+    resumed = head(dtype, bits=bits)
     progress = run(resumed, folder, optimizer=optimizer)
     assert progress.step == 12
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
@@ -104,6 +118,9 @@ def test_master_weights_keep_updates_too_small_for_bfloat16(tmp_path) -> None:
         def loss(self, batch, draws, *, done):
             return self.parameters["w"].sum().float(), []
 
+        def state(self):
+            return {}
+
     task = Slope()
     settings = SETTINGS.model_copy(update={"steps": 40, "learning_rate": 5e-4, "warmup": 0.0})
     train(task, source(), settings, checkpoint=tmp_path / "c", say=lambda text: None)
@@ -117,6 +134,22 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path) -> None:
         task.parameters["fc.weight"].fill_(torch.nan)
     with pytest.raises(SpecqError, match="training diverged before step 1: the loss is `nan`"):
         run(task, tmp_path)
+
+
+@pytest.mark.parametrize("steps", [2, 10])
+def test_weights_that_are_no_numbers_are_never_saved(tmp_path, monkeypatch, steps) -> None:
+    monkeypatch.setattr("specq.train.loop.SAVE_SECONDS", 0.0)
+    with pytest.raises(SpecqError, match="training diverged before step") as caught:
+        run(head(), tmp_path, steps=steps, learning_rate=1e30)
+    assert "distill.learning_rate=2.5e+29" in str(caught.value.hint)
+    if (tmp_path / "checkpoint").is_file():
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(tmp_path / "checkpoint").values())
+
+
+def test_steps_after_the_last_record_are_on_the_curve_too(tmp_path) -> None:
+    progress = run(head(), tmp_path)
+    assert [record["step"] for record in progress.curve or []] == [1, 12]
+    assert len(run(head(), tmp_path).curve or []) == 2  # finished: nothing is added
 
 
 def test_rate_rises_then_falls() -> None:
