@@ -106,3 +106,5 @@ def test_the_card_of_the_head_says_what_its_manifest_says() -> None:
     assert f"{manifest['evaluation'][0]['accept_len']} and {manifest['evaluation'][1]['accept_len']}" in card
     assert f"{manifest['training']['answer_tokens_seen']:,}" in card
     assert f"--minutes {manifest['settings']['minutes']}" in card
+    # Accept lengths of the card's first row, this head's, at temperature 0.
+    assert float(card.split("| this one, in 4 bits | ")[1].split(" ")[0]) >= 3.0
