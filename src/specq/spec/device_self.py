@@ -1,6 +1,7 @@
-"""The target's own draft on the device: a chain of low-precision steps without the host, one CUDA graph a length.
+"""The target's own draft on the device: a chain of low-precision steps without the host, captured as CUDA graphs.
 
-The definition is `SelfChain`. Its steps are those of the model's DeviceStep, over the buffers that verification uses
+One graph is of a length and a number of pending tokens (1 but for the first round of a continued context). The
+definition is `SelfChain`. Its steps are those of the model's DeviceStep, over the buffers that verification uses
 next: both lay out their nodes anew.
 """
 
