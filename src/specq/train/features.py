@@ -10,9 +10,7 @@ from torch import Tensor
 
 from specq.train.batch import BatchedForward
 from specq.train.data import Batch
-
-MEMORY_PART = 4
-"""Kept states may take a quarter of a GPU's memory; a CPU keeps none, and computes the same after a resumed run."""
+from specq.train.memory import states_budget
 
 
 class TargetStates:
@@ -23,8 +21,7 @@ class TargetStates:
         self._forward, model = forward, forward.model
         rows, width = sum(lengths) + 1, model.spec.hidden  # the last row takes what padding gives
         if budget_bytes is None:
-            on_gpu = model.device.type == "cuda"
-            budget_bytes = torch.cuda.mem_get_info(model.device)[1] // MEMORY_PART if on_gpu else 0
+            budget_bytes = states_budget(model.device)
         self._kept: Tensor | None = None
         if lengths and rows * width * model.dtype.itemsize <= budget_bytes:
             self._kept = torch.zeros(rows, width, dtype=model.dtype, device=model.device)
