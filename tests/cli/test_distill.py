@@ -16,6 +16,9 @@ import pytest
 from factories import tiny_config, write_model
 from safetensors.torch import load_file
 
+from specq.hub import resolve_model
+from specq.recipe import DEMO_HEAD, load_recipe
+
 SMALL = (
     *("--set", "distill.max_prompts=8", "--set", "distill.max_new_tokens=12", "--set", "distill.length=160"),
     *("--set", "distill.batch_tokens=512", "--set", "distill.held_out=2", "--set", "distill.eval_tokens=8"),
@@ -74,7 +77,64 @@ def test_a_target_may_write_its_prompts_itself(call, target, tmp_path, monkeypat
     options = ("--kind", "eagle", "--own-prompts", "12", "-o", tmp_path / "head", "--steps", "1")
     done = call("distill", target, *options, *SMALL, "--set", "distill.length=400", "--json")
     assert done.code == 0
-    assert 2 * 8 < json.loads(done.out)["training"]["sequences"] < 2 * (8 + 12)
+    training = json.loads(done.out)["training"]
+    assert 0 < training["own_prompts"] < 12
+    assert training["sequences"] == 2 * (8 + training["own_prompts"])
+
+
+def test_a_target_that_finishes_no_prompt_is_said_and_the_others_serve(call, target, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("specq.train.own_prompts.MAX_TOKENS", 2)
+    options = ("--kind", "eagle", "--own-prompts", "2", "-o", tmp_path / "head", "--steps", "1")
+    done = call("distill", target, *options, *SMALL, "--json")
+    assert done.code == 0
+    assert "--own-prompts: 0 of the 2 that the target wrote are whole, new and short enough" in done.err
+    training = json.loads(done.out)["training"]
+    assert (training["own_prompts"], training["sequences"]) == (0, 16)
+
+
+def test_a_run_is_not_resumed_on_other_prompts_or_from_other_weights(call, target, tmp_path, monkeypatch) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    head, out, files = tmp_path / "head", tmp_path / "out", (tmp_path / "train.txt", tmp_path / "eval.txt")
+    files[0].write_text("sing\ndance\nplay\n")
+    files[1].write_text("bark\nmeow\n")
+    first = ("distill", target, "--kind", "eagle", "-o", head, *SMALL, "--steps", "1")
+    assert call(*first).code == 0
+    options = ("--from", head, "--prompts", files[0], "--eval-prompts", files[1], *SMALL)
+    command = ("distill", target, "--kind", "eagle", "-o", out, *options)
+    with monkeypatch.context() as patch:
+        patch.setattr("specq.train.distill.train", interrupt)
+        assert call(*command).code == 130
+    for file, said in zip(files, ("digest of the prompts", "digest of the held-out prompts"), strict=True):
+        text = file.read_text()
+        file.write_text("count to 7\ncount to 8\ncount to 9\n")
+        done = call(*command)
+        assert (done.code, f"other settings: {said} was" in done.err) == (2, True), done.err
+        file.write_text(text)
+    assert call(*first, "--overwrite", "--set", "distill.seed=3").code == 0
+    done = call(*command)
+    assert (done.code, "other settings: digest of --from was" in done.err) == (2, True), done.err
+
+
+def test_one_recipe_serves_both_kinds(call, target, tmp_path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"target: {target}\ndistill:\n  width: 72\n")
+    for kind, options, file, width in (
+        ("eagle", ("--bits", "4"), "specq_head.json", 72),
+        ("intermediate", ("--layers", "2"), "specq_intermediate.json", None),
+    ):
+        command = ("distill", recipe, "--kind", kind, *options, "-o", tmp_path / kind, *SMALL, "--steps", "1")
+        assert call(*command).code == 0
+        assert json.loads((tmp_path / kind / file).read_text())["settings"]["width"] == width
+
+
+def test_the_demo_recipe_trains_for_the_time_that_the_shipped_head_was() -> None:
+    settings = load_recipe("demo").distill
+    manifest = json.loads((resolve_model(DEMO_HEAD).path / "specq_head.json").read_text())["settings"]
+    for key in ("minutes", "width", "max_new_tokens", "length", "own_prompts", "learning_rate", "unroll", "seed"):
+        assert getattr(settings, key) == manifest[key], key
+    assert settings.minutes is not None
 
 
 ANSWER = ("--max-new-tokens", "12", "--temperature", "0", "--dtype", "float32", "--json")
@@ -112,6 +172,19 @@ def test_an_intermediate_may_begin_with_an_earlier_one(call, target, tmp_path) -
     assert 0.0 < max(moved.values()) < 0.05  # two steps from the first's weights, not from the target's
     refused = call("distill", target, *more[:-4], "--layers", "1", "-o", tmp_path / "x", *SMALL)
     assert (refused.code, "`first` has 2 layers, not 1" in refused.err) == (2, True)
+
+
+def test_an_intermediate_must_be_cut_from_this_target(call, target, tmp_path) -> None:
+    for name, changes, said in (
+        ("deep", {"num_hidden_layers": 3}, "`deep` has 3 layers and the target 3"),
+        ("heads", {"num_hidden_layers": 2, "num_key_value_heads": 4}, "`heads` has key heads 4, the target 2"),
+        ("wide", {"num_hidden_layers": 2, "intermediate_size": 160}, "`wide` has MLP width 160, the target"),
+    ):
+        start = write_model(tmp_path / name, tiny_config(**changes))
+        options = ("--kind", "intermediate", "--from", start, "-o", tmp_path / "x", *SMALL)
+        done = call("distill", target, *options)
+        assert (done.code, said in done.err) == (2, True), done.err
+        assert not (tmp_path / "x").exists()
 
 
 def test_an_intermediate_may_leave_its_embedding_to_the_target(call, target, tmp_path) -> None:
@@ -225,6 +298,9 @@ def test_prompts_of_a_file_are_used_and_evaluation_has_its_own(call, target, tmp
         (("--kind", "intermediate", "--layers", "3"), "3 layers cannot be cut from a model of 3"),
         (("--kind", "intermediate", "--layers", "2", "--trim-vocab", "9"), "--trim-vocab is for EAGLE heads"),
         (("--kind", "intermediate", "--layers", "2", "--bits", "4"), "--bits is for EAGLE heads"),
+        (("--kind", "intermediate", "--set", "distill.width=72"), "distill.width is for EAGLE heads"),
+        (("--kind", "eagle", "--bits", "4", "--set", "distill.width=100"), "--set distill.width=96"),
+        (("--kind", "eagle", "--bits", "4", "--set", "distill.width=9"), "--set distill.width=8"),
         (("--kind", "intermediate", "--layers", "2", "--head-bits", "4"), "--head-bits is for EAGLE heads"),
         (("--kind", "eagle", "--trim-vocab", "5000"), "--trim-vocab 5000 leaves nothing out"),
         (("--kind", "eagle", "--share-embeddings"), "--share-embeddings is for intermediates"),

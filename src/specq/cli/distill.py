@@ -133,6 +133,9 @@ def distill(
         }
         if head_bits is not None and kind is Kind.intermediate:
             raise UsageError("--head-bits is for EAGLE heads", hint="leave it out, or give --kind eagle")
+        if kind is Kind.intermediate and any(each.startswith("distill.width=") for each in set or []):
+            # In a recipe it may stand beside what is for intermediates.
+            raise UsageError("distill.width is for EAGLE heads", hint="leave it out, or give --kind eagle")
         recipe = resolve(model, overrides=[*(set or []), *assignments(flags)])
 
         from specq.hub import resolve_model

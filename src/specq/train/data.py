@@ -111,16 +111,21 @@ def _shuffled(prompts: Sequence[str], seed: int) -> list[str]:
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], *, longest: int) -> list[list[int]]:
+    """The ids of each prompt that is no longer, see `fitting_prompts`. Raises UsageError when none is left."""
+    fitting = fitting_prompts(tokenizer, prompts, longest=longest)
+    if not fitting:
+        raise UsageError(f"no prompt has 1 to {longest} tokens", hint="--set distill.length=N allows longer ones")
+    return fitting
+
+
+def fitting_prompts(tokenizer: Tokenizer, prompts: Sequence[str], *, longest: int) -> list[list[int]]:
     """The ids of each prompt as a chat's first turn (as plain text for a base model); longer ones are left out."""
     has_template = tokenizer.chat_template is not None
     encoded = [
         tokenizer.encode_chat([{"role": "user", "content": text}]) if has_template else tokenizer.encode(text)
         for text in prompts
     ]
-    fitting = [ids for ids in encoded if 0 < len(ids) <= longest]
-    if not fitting:
-        raise UsageError(f"no prompt has 1 to {longest} tokens", hint="--set distill.length=N allows longer ones")
-    return fitting
+    return [ids for ids in encoded if 0 < len(ids) <= longest]
 
 
 class AnswerStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from specq.models.eagle_loader import load_head
 from specq.models.eagle_writer import BITS_KEY, HEAD_BITS_KEY, HEAD_MANIFEST, write_head
 from specq.models.layers import GPU_ATTENTION
 from specq.models.loader import check_memory, load_model, model_config, model_spec
+from specq.models.memory import kv_bytes_per_token
 from specq.models.shared import KEY as SHARED_KEY
 from specq.models.shared import MANIFEST as INTERMEDIATE_MANIFEST
 from specq.models.shared import describe_lender
@@ -34,6 +36,7 @@ from specq.train.data import (
     Sequences,
     choose_prompts,
     encode_prompts,
+    fitting_prompts,
     frequent_ids,
 )
 from specq.train.eagle import HeadTask
@@ -52,16 +55,22 @@ from specq.train.job import (
     public_settings,
 )
 from specq.train.loop import Progress, Task, train
+from specq.train.memory import TRAINED_BYTES, left_on, require_left
 from specq.workspace import Workspace, check_output, open_workspace
 
 IMPORTANCE_BATCHES = 4
 ANSWERS_AT_ONCE = {"cpu": 16, "cuda": 2048}
-DISK_BYTES = 28
-"""Disk a trained parameter takes at most: two checkpoints of weight and moments in fp32, and the finished weight."""
+DISK_BYTES = 36
+"""Disk a trained parameter takes at most: two checkpoints of weight, moments and its move to 4 bits in fp32, and the
+finished weight."""
 
 CACHE_PART = 4
 """Answers written at once may take a quarter of a GPU's memory for K and V. Of all of it, not of what is free: the
 number decides which random numbers an answer gets, and answers in the cache are found again by it."""
+
+MEMORY_HINT = "end what else runs on that GPU, or take another one with --device cuda:N"
+
+log = logging.getLogger("specq")
 
 Say = Callable[[str], None]
 
@@ -76,6 +85,7 @@ class _Run:
     sequences: Sequences
     held_out: list[list[int]]
     digest: str
+    own_prompts: int  # prompts of the target's own that it learns from
 
     @property
     def target_name(self) -> str:
@@ -109,17 +119,18 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
         [(spec, job.target.path, settings.length)], device=job.device, dtype=job.dtype, use_kernels=TRAINING.use_kernels
     )
     workspace = Workspace(job.output)
+    asked = fingerprint(job, digest, training=training, held_out=held_out)
     with (
-        open_workspace(workspace, fingerprint(job, digest), verb="distill", overwrite=job.overwrite),
+        open_workspace(workspace, asked, verb="distill", overwrite=job.overwrite),
         sdpa_kernel(list(GPU_ATTENTION)),  # batches come in hundreds of shapes, each of which cuDNN would plan for
     ):
         say(f"loading {job.target.repo_id or job.target.path.name}")
         model = load_target(job)
+        own: list[list[int]] = []
         if settings.own_prompts:
             own = _own_prompts(job, model, tokenizer, digest, without=[*training, *held_out], say=say)
-            prompts += encode_prompts(tokenizer, own, longest=longest)
-        sequences = _answers(job, model, tokenizer, prompts, digest, say)
-        run = _Run(job, model, tokenizer, sequences, held_out_ids, digest)
+        sequences = _answers(job, model, tokenizer, prompts + own, digest, say)
+        run = _Run(job, model, tokenizer, sequences, held_out_ids, digest, len(own))
         manifest = _distill_head(run, workspace, say) if job.kind == "eagle" else _distill_model(run, workspace, say)
         workspace.publish()
     return manifest
@@ -147,8 +158,8 @@ def _answers(
 
 def _own_prompts(
     job: Job, model: CausalLM, tokenizer: Tokenizer, digest: str, *, without: Sequence[str], say: Say
-) -> list[str]:
-    """Prompts that the target wrote, as many as are whole and new of `own_prompts` beginnings."""
+) -> list[list[int]]:
+    """The ids of prompts that the target wrote, as many as are whole, new and short enough of `own_prompts`."""
     opening, ends = own_prompts.user_opening(tokenizer)
     written = _written(
         model,
@@ -163,7 +174,13 @@ def _own_prompts(
         },
         say=lambda text: say(f"prompts: {text}"),
     )
-    return own_prompts.finished_prompts(tokenizer, written, ends, without=without)
+    texts = own_prompts.finished_prompts(tokenizer, written, ends, without=without)
+    fitting = fitting_prompts(tokenizer, texts, longest=job.settings.length - 1)
+    count = f"{len(fitting)} of the {job.settings.own_prompts} that the target wrote are whole, new and short enough"
+    say(f"prompts: {count}")
+    if not fitting:
+        log.warning(f"--own-prompts: {count}")
+    return fitting
 
 
 def _written(
@@ -182,6 +199,14 @@ def _written(
     writer = AnswerWriter(model, vocab=vocab, stop_ids=stop_ids, max_new_tokens=longest)
 
     def write(part: Sequence[list[int]], temperature: float, number: int) -> list[list[int]]:
+        slots = max(map(len, part)) + longest
+        require_left(
+            _kv_bytes(model, slots) * len(part),
+            f"{len(part)} texts of up to {slots} tokens, written at once,",
+            device=model.device,
+            left=left_on(model.device),
+            hint=MEMORY_HINT,
+        )
         return writer.answers(part, temperature=temperature, seed=(seed << 20) + number)
 
     store = AnswerStore(cache_dir() / "answers" / name)
@@ -193,9 +218,13 @@ def _answers_at_once(model: CausalLM, device: str, slots: int) -> int:
     most = ANSWERS_AT_ONCE[device]
     if device == "cpu":
         return most
-    one = 2 * model.spec.layers * model.spec.kv_heads * model.spec.head_dim * slots * model.dtype.itemsize
-    fitting = torch.cuda.mem_get_info(model.device)[1] // CACHE_PART // one
+    fitting = torch.cuda.mem_get_info(model.device)[1] // CACHE_PART // _kv_bytes(model, slots)
     return min(most, 1 << max(0, int(fitting).bit_length() - 1))
+
+
+def _kv_bytes(model: CausalLM, slots: int) -> int:
+    """Bytes of K and V of one text."""
+    return kv_bytes_per_token(model.spec, model.dtype) * slots
 
 
 def _distill_head(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
@@ -263,8 +292,16 @@ def _distill_model(run: _Run, workspace: Workspace, say: Say) -> dict[str, Any]:
 
 
 def _train(task: Task, source: BatchSource, run: _Run, workspace: Workspace, say: Say) -> Progress:
-    """Train, once there is room for the checkpoints."""
-    require_space(workspace.folder, DISK_BYTES * sum(p.numel() for p in task.parameters.values()))
+    """Train, once there is room for the checkpoints and for what an update needs."""
+    count, device = sum(p.numel() for p in task.parameters.values()), run.model.device
+    require_space(workspace.folder, DISK_BYTES * count)
+    require_left(
+        TRAINED_BYTES * count,
+        f"{count:,} parameters in training",
+        device=device,
+        left=left_on(device),
+        hint=MEMORY_HINT,
+    )
     return train(task, source, run.job.settings, checkpoint=workspace.folder / "checkpoint.safetensors", say=say)
 
 
@@ -288,6 +325,7 @@ def _manifest(run: _Run, progress: Progress, results: list[dict[str, Any]]) -> d
             "steps": progress.step,
             "seconds": round(progress.seconds, 1),
             "answer_tokens_seen": progress.tokens,
+            "own_prompts": run.own_prompts,
             "sequences": len(run.sequences.ids),
             "answer_tokens": run.sequences.answer_tokens,
             "curve": progress.curve,

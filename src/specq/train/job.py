@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specq.checkpoint import ModelSpec
+from specq.checkpoint import ModelSpec, model_digest
 from specq.errors import UsageError
 from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
@@ -21,6 +23,11 @@ from specq.train.eagle import check_start
 
 TRAINING = Engine(use_kernels=False)
 """What is trained needs gradients, and a student is cut from the target's dense matrices."""
+
+PACKED = 8
+"""4-bit codes are stored eight a word: sizes are multiples of it."""
+
+DIGEST_CHARS = 16
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,9 @@ class Job:
 
     @property
     def settings(self) -> DistillSection:
-        return self.recipe.distill
+        """The recipe's section, which may serve both kinds: an intermediate has no width of its own."""
+        found = self.recipe.distill
+        return found if self.kind == "eagle" else found.model_copy(update={"width": None})
 
 
 def check_lender(job: Job) -> None:
@@ -70,10 +79,11 @@ def check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> No
                 f"--trim-vocab {settings.trim_vocab} leaves nothing out of a vocabulary of {target.vocab}",
                 hint="give a smaller number, or leave it out",
             )
+        if settings.bits == 4:
+            _check_multiples(settings, target)
         return
     for value, flag in (
         (settings.trim_vocab, "--trim-vocab"),
-        (settings.width, "distill.width"),
         (settings.bits != 16 or None, "--bits"),
     ):
         if value is not None:
@@ -84,6 +94,25 @@ def check_settings(kind: str, settings: DistillSection, target: ModelSpec) -> No
         raise UsageError(
             f"{settings.layers} layers cannot be cut from a model of {target.layers}",
             hint=f"give --layers 1 to {target.layers - 1}",
+        )
+
+
+def _check_multiples(settings: DistillSection, target: ModelSpec) -> None:
+    """Raise UsageError for a size that 4 bits do not hold."""
+    if settings.width is not None and settings.width % PACKED:
+        nearest = max(PACKED, round(settings.width / PACKED) * PACKED)
+        raise UsageError(
+            f"`distill.width` = `{settings.width}`: 4 bits need a multiple of {PACKED}",
+            hint=f"--set distill.width={nearest}, or leave out --bits 4",
+        )
+    for size in (target.hidden, target.heads * target.head_dim, target.kv_heads * target.head_dim):
+        if size % PACKED:
+            raise UsageError(f"a head {size} wide cannot be in 4 bits", hint="leave out --bits 4")
+    if settings.width is None and target.intermediate % PACKED:
+        nearest = round(target.intermediate / PACKED) * PACKED
+        raise UsageError(
+            f"a head as wide as the target, {target.intermediate}, cannot be in 4 bits",
+            hint=f"--set distill.width={nearest}, or leave out --bits 4",
         )
 
 
@@ -107,8 +136,29 @@ def check_drafters(job: Job, target: ModelSpec) -> None:
             f"the target {target.hidden} and {target.vocab}",
             hint="--from takes an intermediate cut from this target",
         )
+    if spec.layers >= target.layers:
+        raise UsageError(
+            f"`{start.name}` has {spec.layers} layers and the target {target.layers}",
+            hint="--from takes an intermediate cut from this target",
+        )
+    if (found := _layer_shape(spec)) != (wanted := _layer_shape(target)):
+        key = next(key for key in wanted if found[key] != wanted[key])
+        raise UsageError(
+            f"`{start.name}` has {key} {found[key]}, the target {wanted[key]}",
+            hint="--from takes an intermediate cut from this target",
+        )
     if settings.layers not in (None, spec.layers):
         raise UsageError(f"`{start.name}` has {spec.layers} layers, not {settings.layers}", hint="leave out --layers")
+
+
+def _layer_shape(spec: ModelSpec) -> dict[str, int]:
+    """The sizes that a layer keeps when it is cut from a model."""
+    return {
+        "attention heads": spec.heads,
+        "key heads": spec.kv_heads,
+        "head size": spec.head_dim,
+        "MLP width": spec.intermediate,
+    }
 
 
 def check_target(job: Job) -> None:
@@ -137,9 +187,21 @@ def load_target(job: Job) -> CausalLM:
     return load_model(job.target.path, lender=lender, **place)
 
 
-def fingerprint(job: Job, digest: str) -> dict[str, Any]:
-    """What a resumed run must have in common with the one it goes on with."""
-    return {"kind": job.kind, "target": digest, "dtype": job.dtype, **job.settings.model_dump(mode="json")}
+def fingerprint(job: Job, digest: str, *, training: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it goes on with: settings, and what their files hold."""
+    return {
+        "kind": job.kind,
+        "target": digest,
+        "dtype": job.dtype,
+        **job.settings.model_dump(mode="json"),
+        "digest of the prompts": _text_digest(training),
+        "digest of the held-out prompts": _text_digest(held_out),
+        "digest of --from": None if job.start is None else model_digest(job.start)[:DIGEST_CHARS],
+    }
+
+
+def _text_digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()[:DIGEST_CHARS]
 
 
 def public_settings(settings: DistillSection) -> dict[str, Any]:
