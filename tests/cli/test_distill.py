@@ -129,6 +129,14 @@ def test_one_recipe_serves_both_kinds(call, target, tmp_path) -> None:
         assert json.loads((tmp_path / kind / file).read_text())["settings"]["width"] == width
 
 
+def test_steps_of_the_command_line_are_not_cut_short_by_a_recipes_minutes(call, target, tmp_path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"target: {target}\ndistill:\n  minutes: 0.000001\n")
+    for name, options, steps in (("recipe", (), 1), ("steps", ("--steps", "3"), 3)):
+        command = ("distill", recipe, "--kind", "eagle", "-o", tmp_path / name, *SMALL, *options, "--json")
+        assert json.loads(call(*command).out)["training"]["steps"] == steps
+
+
 def test_the_demo_recipe_trains_for_the_time_that_the_shipped_head_was() -> None:
     settings = load_recipe("demo").distill
     manifest = json.loads((resolve_model(DEMO_HEAD).path / "specq_head.json").read_text())["settings"]

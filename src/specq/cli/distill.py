@@ -136,7 +136,9 @@ def distill(
         if kind is Kind.intermediate and any(each.startswith("distill.width=") for each in set or []):
             # In a recipe it may stand beside what is for intermediates.
             raise UsageError("distill.width is for EAGLE heads", hint="leave it out, or give --kind eagle")
-        recipe = resolve(model, overrides=[*(set or []), *assignments(flags)])
+        # Steps that are asked for are not cut short by the minutes of a recipe.
+        unlimited = [] if steps is None else ["distill.minutes=null"]
+        recipe = resolve(model, overrides=[*unlimited, *(set or []), *assignments(flags)])
 
         from specq.hub import resolve_model
         from specq.models.shared import read_shared

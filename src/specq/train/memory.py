@@ -10,6 +10,8 @@ from specq.models.memory import free_bytes
 TRAINED_BYTES = 16
 """A trained parameter beside the one that computes: its fp32 weight, gradient and two moments."""
 
+MEMORY_HINT = "end what else runs on that GPU, or take another one with --device cuda:N"
+
 KEPT_PART, KEPT_FREE_PART = 4, 2
 """States of the target may take a quarter of a GPU, and half of what is free."""
 
