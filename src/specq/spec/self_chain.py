@@ -1,6 +1,6 @@
 """The target drafts for itself, with activations of low precision: same weights, same slots of the same cache.
 
-Source: QSpec, arXiv 2410.11305; DESIGN.md section 1.
+Source: QSpec, arXiv 2410.11305.
 """
 
 from __future__ import annotations
