@@ -11,6 +11,9 @@ import pytest
 from factories import tiny_config, write_model
 from heads import write_head
 
+from specq.models.eagle_files import HeadFiles
+from specq.models.loader import model_spec
+
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
@@ -74,6 +77,8 @@ def test_a_head_is_counted_in_the_memory(call, model, head, monkeypatch) -> None
     monkeypatch.setattr("specq.models.loader.free_bytes", lambda device: enough)
     assert "are needed" in memory()
     monkeypatch.setattr("specq.models.loader.free_bytes", lambda device: enough + _size(head))
+    assert "are needed" in memory()
+    monkeypatch.setattr("specq.models.loader.free_bytes", lambda device: enough + _size(head) + _kept(model, head))
     assert memory().startswith("pass: ")
 
 
@@ -82,7 +87,7 @@ def test_a_head_counts_when_models_are_loaded_too(call, model, head, monkeypatch
     command = ["run", model, "hi", "--drafter", str(head), "--pipeline", "eagle2", "--max-new-tokens", "2"]
     monkeypatch.setattr("specq.models.loader.free_bytes", lambda device: enough)
     assert call(*command).code == 7
-    monkeypatch.setattr("specq.models.loader.free_bytes", lambda device: enough + _size(head))
+    monkeypatch.setattr("specq.models.loader.free_bytes", lambda device: enough + _size(head) + _kept(model, head, 50))
     assert call(*command).code == 0
 
 
@@ -92,6 +97,13 @@ def _needed(call, model: str) -> int:
 
 def _size(head: Path) -> int:
     return (head / "model.safetensors").stat().st_size
+
+
+def _kept(model: str, head: Path, scratch: int = 0) -> int:
+    """What a head keeps of the context: its own K and V and the target's features, in fp32 on a CPU."""
+    spec, files = model_spec(Path(model)), HeadFiles(head)
+    own = files.spec(spec.layers)
+    return (spec.max_context + scratch) * (2 * own.kv_heads * own.head_dim + spec.hidden) * 4
 
 
 def test_one_layer_is_singular(call, model, small) -> None:

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError
+from specq.models.eagle_files import HeadFiles
 from specq.models.inventory import check_tensors
 from specq.models.loader import check_memory, model_spec
 from specq.models.shared import lent_names, read_shared, require_lender
-from specq.spec.check_head import CheckResult, check_head, failed, head_bytes, is_head
+from specq.spec.check_head import CheckResult, check_head, failed, head_bytes, head_kv, is_head
 from specq.tensors import open_weights
 from specq.tokenizer import Tokenizer
 
@@ -58,7 +59,7 @@ def _pair_tests(target: Path, drafter: Path) -> list[CheckResult]:
     if drafter_is_head:
         of_head = check_head(drafter, target_spec, target_tokenizer)
         if target_spec and all(whole) and of_head[0].status == "pass":
-            of_head.append(_memory((target_spec, target), head_bytes=head_bytes(drafter)))
+            of_head.append(_memory((target_spec, target), head=drafter))
         return results + of_head
     drafter_spec = _attempt(results, "drafter", lambda: model_spec(drafter), _describe_model)
     whole.append(_weights(results, "drafter weights", drafter_spec, drafter))
@@ -221,19 +222,28 @@ def _cost(target: ModelSpec, drafter: ModelSpec) -> CheckResult:
     return CheckResult("cost", "pass", detail)
 
 
-def _memory(*models: tuple[ModelSpec, Path], head_bytes: int = 0) -> CheckResult:
+def _memory(*models: tuple[ModelSpec, Path], head: Path | None = None) -> CheckResult:
+    """Of a target and an intermediate, or of a target and an EAGLE head in the folder `head`."""
     import torch
 
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     context = min(MEMORY_CONTEXT, *(spec.max_context for spec, _ in models))
+    file, kept = 0, 0
+    if head is not None:
+        file = head_bytes(head)
+        kept = head_kv(HeadFiles(head), models[0][0], context, device=device, dtype="auto")
     try:
         check_memory(
-            [(spec, path, context) for spec, path in models], device=device, dtype="auto", head_bytes=head_bytes
+            [(spec, path, context) for spec, path in models],
+            device=device,
+            dtype="auto",
+            head_bytes=file,
+            head_kv=kept,
         )
     except SpecqError as error:
         return CheckResult("memory", "warn", f"together, on this machine: {error.message}; {error.hint}")
-    head = f"; the head counts with its file of {head_bytes / 1e6:.1f} MB" if head_bytes else ""
-    return CheckResult("memory", "pass", f"both fit `{device}` with a context of {context}{head}")
+    counted = f"; the head counts with its file of {file / 1e6:.1f} MB" if head is not None else ""
+    return CheckResult("memory", "pass", f"both fit `{device}` with a context of {context}{counted}")
 
 
 def _describe_model(spec: ModelSpec) -> str:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError
 from specq.models.eagle_files import HeadFiles
+from specq.models.loader import choose_dtype
+from specq.models.memory import head_bytes_per_token
 from specq.tensor_files import find_files, open_file, safe_path
 from specq.tokenizer import Tokenizer
 
@@ -58,6 +60,11 @@ def head_bytes(folder: Path) -> int:
     Raises: UsageError where there are none.
     """
     return sum(safe_path(folder, file).stat().st_size for file in find_files(folder))
+
+
+def head_kv(head: HeadFiles, target: ModelSpec, slots: int, *, device: str, dtype: str) -> int:
+    """Bytes that a head and the cache of its target keep of so many tokens for its sake."""
+    return slots * head_bytes_per_token(head.spec(target.layers), choose_dtype(dtype, target, device))
 
 
 def check_head(folder: Path, target: ModelSpec | None, tokenizer: Tokenizer | None) -> list[CheckResult]:

@@ -11,10 +11,9 @@ from specq.errors import UnsupportedError
 from specq.hub import Snapshot
 from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import build_head
-from specq.models.loader import Engine, check_memory, choose_dtype, load_model, model_spec
-from specq.models.memory import head_bytes_per_token
+from specq.models.loader import Engine, check_memory, load_model, model_spec
 from specq.spec.check import check_pair
-from specq.spec.check_head import head_bytes
+from specq.spec.check_head import head_bytes, head_kv
 from specq.spec.pipelines import HeadSeat, Parts, Seat
 from specq.spec.tree import MAX_NODES
 from specq.tokenizer import Tokenizer
@@ -99,9 +98,9 @@ class PartLoader:
 
     def _head_kv(self, role: str, head: HeadFiles) -> int:
         """Bytes a head and the cache of its model keep of the context for its sake."""
-        spec, space = self._spec(role), self._space
-        dtype = choose_dtype(space.dtype, spec, space.device)
-        return (self._context(role) + space.scratch_rows) * head_bytes_per_token(head.spec(spec.layers), dtype)
+        space = self._space
+        slots = self._context(role) + space.scratch_rows
+        return head_kv(head, self._spec(role), slots, device=space.device, dtype=space.dtype)
 
     def _seat(self, role: str, head: HeadFiles | None, target: Seat | HeadSeat | None) -> Seat:
         """A model in memory with an empty cache, which keeps what the head reads."""
