@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Runs a command line in this process; `stdin` is what is piped in. However slow the machine, no progress is said."""
+    """Runs a command line in this process; `stdin` is what is piped in. Slow machines say no progress either."""
     monkeypatch.setattr("specq.cli.console.SECONDS_BETWEEN_LINES", 3600.0)
 
     def call(*arguments: str | Path, stdin: str = "") -> Done:
