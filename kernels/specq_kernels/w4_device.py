@@ -1,4 +1,4 @@
-"""Pieces of the 4-bit kernels: words to matrix-instruction operands, scales, and which part of K a program takes."""
+"""Pieces of the 4-bit kernels: words to operands, scales, which part of K a program takes, the end of a tile."""
 
 from __future__ import annotations
 
@@ -119,3 +119,28 @@ def sum_parts(parts_ptr, at, mask, stride, PARTS: tl.constexpr):
     for part in tl.static_range(1, PARTS):
         total += tl.load(parts_ptr + part * stride + at, mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def store_tile(
+    acc, out_ptr, bias_ptr, residual_ptr, tile, rows, n_out,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SILU: tl.constexpr,
+):  # fmt: skip
+    """Bias, SiLU, residual, rounding and the store of one tile."""
+    width: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    offs_n = tile * width + tl.arange(0, width)
+    offs_m = tl.arange(0, BLOCK_M)
+    mask = (offs_n < n_out)[:, None] & (offs_m < rows)[None, :]
+    if SILU:
+        pair = tl.trans(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), 0, 2, 3, 1)
+        gate, up = tl.split(pair)
+        y = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (width, BLOCK_M))
+    else:
+        y = acc
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)[:, None]
+    at = offs_m[None, :] * n_out + offs_n[:, None]
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)

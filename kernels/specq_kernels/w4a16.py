@@ -21,6 +21,7 @@ from specq_kernels.w4_device import (
     half_chunk,
     half_to_float,
     load_chunks,
+    store_tile,
     two_chunks,
     unit_range,
 )
@@ -213,31 +214,6 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit
-def _finish(
-    acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SILU: tl.constexpr,
-):  # fmt: skip
-    """Bias, SiLU, residual, rounding and the store of one tile."""
-    width: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
-    offs_n = pid_n * width + tl.arange(0, width)
-    offs_m = tl.arange(0, BLOCK_M)
-    mask = (offs_n < n_out)[:, None] & (offs_m < rows)[None, :]
-    if SILU:
-        pair = tl.trans(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), 0, 2, 3, 1)
-        gate, up = tl.split(pair)
-        y = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (width, BLOCK_M))
-    else:
-        y = acc
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)[:, None]
-    at = offs_m[None, :] * n_out + offs_n[:, None]
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(
     do_not_specialize=[
         "rows",
@@ -355,8 +331,8 @@ def _w4a16_kernel(
                     acc += tl.load(tile_ptr + at, mask=mask & (part < parts), other=0.0)
                     tile_ptr += BLOCK_M * padded_n
     if is_last:
-        _finish(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
-                BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+        store_tile(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
+                   BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from specq_kernels.launch import (
     runs_kernel,
 )
 from specq_kernels.round_rows import GROUP, MOST, round_rows_ref
-from specq_kernels.w4_device import half_to_float
+from specq_kernels.w4_device import half_to_float, store_tile
 from specq_kernels.w4_layout import FORMS, W4Weight
 from specq_kernels.w4a8_row import w4a8_row_kernel
 from specq_kernels.w4a16 import w4a16_ref
@@ -240,29 +240,5 @@ def _w4a8_kernel(
                     acc += tl.load(tile_ptr + at, mask=(offs_m >= 0)[None, :] & (p < split), other=0.0)
                     tile_ptr += BLOCK_M * padded_n
     if is_last:
-        _store_tile(acc, out_ptr, bias_ptr, residual_ptr, tile, rows, n_out,
+        store_tile(acc, out_ptr, bias_ptr, residual_ptr, tile, rows, n_out,
                     BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
-
-
-@triton.jit
-def _store_tile(
-    acc, out_ptr, bias_ptr, residual_ptr, tile, rows, n_out,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SILU: tl.constexpr,
-):  # fmt: skip
-    """SiLU, bias, residual, rounding and the store of one tile."""
-    width: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
-    offs_n = tile * width + tl.arange(0, width)
-    offs_m = tl.arange(0, BLOCK_M)
-    mask = (offs_n < n_out)[:, None] & (offs_m < rows)[None, :]
-    if SILU:
-        gate, up = tl.split(tl.trans(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), 0, 2, 3, 1))
-        y = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (width, BLOCK_M))
-    else:
-        y = acc
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(tl.float32)[:, None]
-    at = offs_m[None, :] * n_out + offs_n[:, None]
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
