@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specq_kernels.lane_order import store_lanes
+
 UNIT = tl.constexpr(2.0**-22)
 
 
@@ -167,15 +169,16 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "written"])
 def attention_merge_kernel(
-    partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, nodes, written,
+    partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, lanes_ptr, nodes, written,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     LEAF: tl.constexpr, LEAVES: tl.constexpr, FOLD: tl.constexpr, FOLDED: tl.constexpr, BLOCK_P: tl.constexpr,
-    BATCH: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr,
+    BATCH: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Pieces of FOLDED leaves added up FOLD leaves at a time, for BLOCK_R rows (node, head) a program.
 
     BATCH sums of FOLD leaves are loaded at once. Group sums of the output, `sums` [groups, STRIDE], where GROUP is not
-    0: a warp adds them a row at a time, so that their bits do not depend on BLOCK_R.
+    0: a warp adds them a row at a time, so that their bits do not depend on BLOCK_R. The output in lane order of LANES
+    rows where LANES is not 0.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -226,3 +229,8 @@ def attention_merge_kernel(
         sums = tl.sum(tl.reshape(y.to(tl.float32), (groups, GROUP)), 1)
         index = tl.program_id(0) * groups + tl.arange(0, groups)
         tl.store(sums_ptr + (index % per_node) * STRIDE + index // per_node, sums, mask=index // per_node < nodes)
+    if LANES > 0:
+        block: tl.constexpr = BLOCK_R * HEAD_DIM
+        columns: tl.constexpr = HEADS * HEAD_DIM
+        at = tl.program_id(0) * block + tl.arange(0, block)
+        store_lanes(lanes_ptr, tl.reshape(y, (block,)), at // columns, at % columns, at < nodes * columns, LANES, block)

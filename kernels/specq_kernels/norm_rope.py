@@ -1,4 +1,4 @@
-"""The vector kernels between products: RMSNorm with residual, SiLU of gate and up; both can emit group sums.
+"""The vector kernels between products: RMSNorm with residual, SiLU of gate and up; both can emit their result's sides.
 
 Rotary embedding lives with the cache (kv_cache.append_rotary), where its result is written.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specq_kernels.group_sums import group_sums_ref, sums_shape
+from specq_kernels.group_sums import Sides, empty_sides, side_arguments, sides_ref, store_sides
 from specq_kernels.launch import check_tensor, has_dependent_launch, interpreted, runs_kernel, wide
 from specq_kernels.w4_device import sum_parts
 
@@ -18,11 +18,17 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the la
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None, group: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y, h, sums): h = x + residual (x itself without one), y = h / rms(h) * weight, sums as `group_sums(y, group)`.
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    residual: Tensor | None = None,
+    group: int | None = None,
+    lanes: bool = False,
+) -> tuple[Tensor, Tensor, Sides | None]:
+    """(y, h, sides): h = x + residual (x itself without one), y = h / rms(h) * weight, `sides(y, group, lanes=lanes)`.
 
-    x and residual [rows, K]; weight [K]. h is rounded to x's dtype before it is normalised; `sums` is None without
+    x and residual [rows, K]; weight [K]. h is rounded to x's dtype before it is normalised; `sides` is None without
     `group`. Raises ValueError naming the argument.
     """
     rows, k = check_matrix("x", x)
@@ -30,34 +36,15 @@ def rms_norm(
     if residual is not None:
         check_tensor("residual", residual, shape=(rows, k), dtype=x.dtype, device=x.device)
     if not runs_kernel(x):
-        return rms_norm_ref(x, weight, eps=eps, residual=residual, group=group)
-    return _launch(x, weight, eps, residual, None, group)
-
-
-def _launch(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, parts: Tensor | None, group: int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The kernel over x, or over `parts` of the shape of x."""
-    rows, k = x.shape
-    y = torch.empty_like(x)
+        return rms_norm_ref(x, weight, eps=eps, residual=residual, group=group, lanes=lanes)
     h = torch.empty_like(x) if residual is not None else x
-    sums = x.new_empty(sums_shape(x, group), dtype=torch.float32) if group else None
-    block = max(256, triton.next_power_of_2(k))
-    early = has_dependent_launch(x)
-    options = {} if interpreted() else {"num_warps": min(16, max(4, block // 256)), "launch_pdl": early}
-    _rms_norm_kernel[(rows,)](
-        x if parts is None else parts, residual if residual is not None else x, weight, y, h,
-        sums if sums is not None else y, k, k if parts is None else parts.shape[2],
-        sums.shape[0] if sums is not None else 0, eps, HAS_RESIDUAL=residual is not None,
-        PARTS=0 if parts is None else parts.shape[0], GROUP=group or 0,
-        STRIDE=sums.shape[1] if sums is not None else 0, BLOCK=block, EARLY=early, **options,
-    )  # fmt: skip
-    return y, h, sums
+    y, sides = _launch(x, weight, eps, h, group, lanes, residual=residual)
+    return y, h, sides
 
 
 def rms_norm_parts(
-    parts: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    parts: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: int | None = None, lanes: bool = False
+) -> tuple[Tensor, Tensor, Sides | None]:
     """As `rms_norm`, of a product that `w4a16_parts` left in parts: h = sum of parts + residual, rounded once.
 
     parts float32 [parts, rows, at least K]; residual [rows, K]. Raises ValueError naming the argument.
@@ -68,60 +55,82 @@ def rms_norm_parts(
     if parts.shape[2] < k:
         raise ValueError(f"parts: {parts.shape[2]} columns, the residual has {k}")
     if not runs_kernel(residual):
-        return rms_norm_parts_ref(parts, residual, weight, eps=eps, group=group)
-    return _launch(residual, weight, eps, residual, parts, group)
+        return rms_norm_parts_ref(parts, residual, weight, eps=eps, group=group, lanes=lanes)
+    h = torch.empty_like(residual)
+    y, sides = _launch(parts, weight, eps, h, group, lanes, residual=residual)
+    return y, h, sides
+
+
+def _launch(
+    x: Tensor, weight: Tensor, eps: float, h: Tensor, group: int | None, lanes: bool, *, residual: Tensor | None
+) -> tuple[Tensor, Sides | None]:
+    """(y, its sides) of x [rows, K], or of parts [parts, rows, at least K]; fills h where there is a residual."""
+    rows, k = h.shape
+    y = torch.empty_like(h)
+    sides = empty_sides(y, group, lanes=lanes) if group else None
+    to, constants = side_arguments(sides, y, group)
+    block = max(256, triton.next_power_of_2(k))
+    early = has_dependent_launch(h)
+    options = {} if interpreted() else {"num_warps": min(16, max(4, block // 256)), "launch_pdl": early}
+    _rms_norm_kernel[(rows,)](
+        x, residual if residual is not None else x, weight, y, h, *to, k, x.shape[-1], eps,
+        HAS_RESIDUAL=residual is not None, PARTS=x.shape[0] if x.dim() == 3 else 0, **constants, BLOCK=block,
+        EARLY=early, **options,
+    )  # fmt: skip
+    return y, sides
 
 
 def rms_norm_parts_ref(
-    parts: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    parts: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: int | None = None, lanes: bool = False
+) -> tuple[Tensor, Tensor, Sides | None]:
     """The definition."""
     total = torch.zeros_like(parts[0])
     for part in parts:
         total = total + part
     h = (total[:, : residual.shape[1]] + wide(residual)).to(residual.dtype)
-    return rms_norm_ref(h, weight, eps=eps, group=group)
+    return rms_norm_ref(h, weight, eps=eps, group=group, lanes=lanes)
 
 
 def rms_norm_ref(
-    x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None, group: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    residual: Tensor | None = None,
+    group: int | None = None,
+    lanes: bool = False,
+) -> tuple[Tensor, Tensor, Sides | None]:
     """The definition, in float32 (float64 for a float64 x)."""
     h = x if residual is None else (wide(x) + wide(residual)).to(x.dtype)
     scale = torch.rsqrt(wide(h).square().mean(-1, keepdim=True) + eps)
     y = (wide(h) * scale * wide(weight)).to(x.dtype)
-    return y, h, sums_of(y, group)
+    return y, h, sides_ref(y, group, lanes=lanes) if group else None
 
 
-def silu_mul(gate_up: Tensor, *, group: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """(y, sums): y = silu(gate) * up, [rows, K], of gate_up [rows, 2K] (gate first); sums as in `rms_norm`."""
+def silu_mul(gate_up: Tensor, *, group: int | None = None, lanes: bool = False) -> tuple[Tensor, Sides | None]:
+    """(y, sides): y = silu(gate) * up, [rows, K], of gate_up [rows, 2K] (gate first); sides as in `rms_norm`."""
     rows, twice = check_matrix("gate_up", gate_up)
     if twice % 2:
         raise ValueError(f"gate_up: {twice} columns are not two halves")
     if not runs_kernel(gate_up):
-        return silu_mul_ref(gate_up, group=group)
+        return silu_mul_ref(gate_up, group=group, lanes=lanes)
     y = gate_up.new_empty(rows, twice // 2)
-    sums = gate_up.new_empty(sums_shape(y, group), dtype=torch.float32) if group else None
-    columns = sums.shape[0] * group if sums is not None and group else y.shape[1]
+    sides = empty_sides(y, group, lanes=lanes) if group else None
+    to, constants = side_arguments(sides, y, group)
+    columns = max(y.shape[1], to[2] * constants["GROUP"])
     early = has_dependent_launch(gate_up)
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
     _silu_mul_kernel[(rows, triton.cdiv(columns, 1024))](
-        gate_up, y, sums if sums is not None else y, y.shape[1], sums.shape[0] if sums is not None else 0,
-        GROUP=group or 0, STRIDE=sums.shape[1] if sums is not None else 0, EARLY=early, **options,
-    )  # fmt: skip
-    return y, sums
+        gate_up, y, *to, y.shape[1], **constants, EARLY=early, **options
+    )
+    return y, sides
 
 
-def silu_mul_ref(gate_up: Tensor, *, group: int | None = None) -> tuple[Tensor, Tensor | None]:
+def silu_mul_ref(gate_up: Tensor, *, group: int | None = None, lanes: bool = False) -> tuple[Tensor, Sides | None]:
     """The definition, in float32 (float64 for a float64 gate_up)."""
     gate, up = wide(gate_up).chunk(2, dim=-1)
     y = (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
-    return y, sums_of(y, group)
-
-
-def sums_of(y: Tensor, group: int | None) -> Tensor | None:
-    """`group_sums_ref(y, group)`, None without a group."""
-    return group_sums_ref(y, group) if group else None
+    return y, sides_ref(y, group, lanes=lanes) if group else None
 
 
 def check_matrix(name: str, x: Tensor) -> tuple[int, int]:
@@ -130,18 +139,10 @@ def check_matrix(name: str, x: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _store_sums(y, sums_ptr, row, first, groups, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of y [BLOCK] over groups, from group `first` on; sums [groups, STRIDE]."""
-    sums = tl.sum(tl.reshape(y, (BLOCK // GROUP, GROUP)), 1)
-    offs = first + tl.arange(0, BLOCK // GROUP)
-    tl.store(sums_ptr + offs * STRIDE + row, sums, mask=offs < groups)
-
-
-@triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, sums_ptr, k, columns, groups, eps,
-    HAS_RESIDUAL: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, sums_ptr, lanes_ptr, groups, k, columns, eps,
+    HAS_RESIDUAL: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row a program; all matrices [rows, k], but x [PARTS, rows, columns] where it is in parts."""
     if EARLY:
@@ -168,12 +169,14 @@ def _rms_norm_kernel(
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / k + eps)
     y = (wide * scale * weight).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, mask=mask)
-    if GROUP > 0:
-        _store_sums(y.to(tl.float32), sums_ptr, row, 0, groups, GROUP, STRIDE, BLOCK)
+    store_sides(y, sums_ptr, lanes_ptr, groups, row, 0, k, GROUP, STRIDE, LANES, BLOCK)
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, y_ptr, sums_ptr, k, groups, GROUP: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr):
+def _silu_mul_kernel(
+    x_ptr, y_ptr, sums_ptr, lanes_ptr, groups, k,
+    GROUP: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """1024 columns of one row a program; x [rows, 2k] gate first, y [rows, k]."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -187,5 +190,4 @@ def _silu_mul_kernel(x_ptr, y_ptr, sums_ptr, k, groups, GROUP: tl.constexpr, STR
     up = tl.load(base + k + offs, mask=mask, other=0.0).to(tl.float32)
     y = (gate / (1.0 + tl.exp(-gate)) * up).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row.to(tl.int64) * k + offs, y, mask=mask)
-    if GROUP > 0:
-        _store_sums(y.to(tl.float32), sums_ptr, row, block * (1024 // GROUP), groups, GROUP, STRIDE, 1024)
+    store_sides(y, sums_ptr, lanes_ptr, groups, row, block, k, GROUP, STRIDE, LANES, 1024)

@@ -1,7 +1,7 @@
 """Activations rounded to a grid of 8 or 4 bits, one scale for each row and 128 columns: what QSpec's draft reads.
 
-The numbers stay in x's dtype, which holds them exactly, so every product takes them; sums over the groups of the
-4-bit product come with them. The law is that of specq/quant/rounding.py, whose `round_rows` says where fp16 overflows.
+The numbers stay in x's dtype, which holds them exactly, so every product takes them; what a 4-bit product wants beside
+them (`Sides`) comes along. The law is that of specq/quant/rounding.py, whose `round_rows` says where fp16 overflows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specq_kernels.group_sums import group_sums_ref, sums_shape
+from specq_kernels.group_sums import Sides, empty_sides, side_arguments, sides_ref, store_sides
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, runs_kernel, wide
 
 GROUP = 128  # columns that share a scale
@@ -21,8 +21,8 @@ SCALE_BITS = {8: 1, 4: 5}  # significant bits of a scale: with the integer's 8, 
 MANTISSA = {torch.float32: (torch.int32, 24), torch.float64: (torch.int64, 53)}
 
 
-def round_rows(x: Tensor, *, bits: int, group: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """(y, sums): x [rows, K] on its grid, in x's dtype; sums as `group_sums(y, group)`, None without `group`.
+def round_rows(x: Tensor, *, bits: int, group: int | None = None, lanes: bool = False) -> tuple[Tensor, Sides | None]:
+    """(y, sides): x [rows, K] on its grid, in x's dtype; `sides(y, group, lanes=lanes)`, None without `group`.
 
     `bits` is 8 or 4; at most 64 rows. Raises ValueError naming the argument.
     """
@@ -34,25 +34,27 @@ def round_rows(x: Tensor, *, bits: int, group: int | None = None) -> tuple[Tenso
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise ValueError(f"x: {x.shape[0]} rows, the kernel takes 1 to {MAX_ROWS}")
     if not runs_kernel(x):
-        return round_rows_ref(x, bits=bits, group=group)
+        return round_rows_ref(x, bits=bits, group=group, lanes=lanes)
     y = torch.empty_like(x)
-    sums = None if group is None else torch.empty(sums_shape(x, group), dtype=torch.float32, device=x.device)
-    columns = x.shape[1] if sums is None or group is None else sums.shape[0] * group
+    sides = empty_sides(y, group, lanes=lanes) if group else None
+    to, constants = side_arguments(sides, y, group)
+    columns = max(x.shape[1], to[2] * constants["GROUP"])
     early = has_dependent_launch(x)
     options = {} if interpreted() else {"num_warps": 4, "launch_pdl": early}
     _round_rows_kernel[(x.shape[0], triton.cdiv(columns, BLOCK))](
-        x, y, sums if sums is not None else y, x.shape[1], 0 if sums is None else sums.shape[0], MOST=MOST[bits],
-        SCALE_BITS=SCALE_BITS[bits], GROUP=group or 0, STRIDE=0 if sums is None else sums.shape[1], BLOCK=BLOCK,
-        EARLY=early, **options,
+        x, y, *to, x.shape[1], MOST=MOST[bits], SCALE_BITS=SCALE_BITS[bits], **constants, BLOCK=BLOCK, EARLY=early,
+        **options,
     )  # fmt: skip
-    return y, sums
+    return y, sides
 
 
-def round_rows_ref(x: Tensor, *, bits: int, group: int | None = None) -> tuple[Tensor, Tensor | None]:
+def round_rows_ref(
+    x: Tensor, *, bits: int, group: int | None = None, lanes: bool = False
+) -> tuple[Tensor, Sides | None]:
     """The definition, in float32 (float64 for a float64 x)."""
     integers, scale = integers_ref(x, bits=bits)
     y = (integers * scale).flatten(1)[:, : x.shape[1]].to(x.dtype)
-    return y, group_sums_ref(y, group) if group else None
+    return y, sides_ref(y, group, lanes=lanes) if group else None
 
 
 def integers_ref(x: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
@@ -78,11 +80,11 @@ def grid_of(x, MOST: tl.constexpr, SCALE_BITS: tl.constexpr):
 
 @triton.jit
 def _round_rows_kernel(
-    x_ptr, y_ptr, sums_ptr, k, groups,
-    MOST: tl.constexpr, SCALE_BITS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, y_ptr, sums_ptr, lanes_ptr, groups, k,
+    MOST: tl.constexpr, SCALE_BITS: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one row a program; x and y [rows, k], sums [groups, STRIDE]."""
+    """BLOCK columns of one row a program; x and y [rows, k]."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -94,7 +96,4 @@ def _round_rows_kernel(
     integers, scale = grid_of(tl.reshape(x, (BLOCK // 128, 128)), MOST, SCALE_BITS)
     y = tl.reshape(integers * scale, (BLOCK,)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, mask=offs < k)
-    if GROUP > 0:
-        sums = tl.sum(tl.reshape(y.to(tl.float32), (BLOCK // GROUP, GROUP)), 1)
-        offs_g = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(sums_ptr + offs_g * STRIDE + row, sums, mask=offs_g < groups)
+    store_sides(y, sums_ptr, lanes_ptr, groups, row, block, k, GROUP, STRIDE, LANES, BLOCK)

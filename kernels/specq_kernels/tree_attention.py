@@ -15,6 +15,8 @@ from torch import Tensor
 
 from specq_kernels.attention_device import attention_kernel, attention_merge_kernel
 from specq_kernels.configs import Config
+from specq_kernels.group_sums import Sides, group_sums_ref, side_arguments
+from specq_kernels.lane_order import lanes_ref, lanes_rows
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, row_bucket, runs_kernel
 
 LEAF = 64  # keys
@@ -34,7 +36,7 @@ def tree_attention(
     depths: Tensor | None = None,
     window: int | None = None,
     earlier: int = 0,
-    sums: Tensor | None = None,
+    sides: Sides | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """softmax(q k.T / sqrt(head_dim)) v, [nodes, heads * head_dim], over the keys each node sees.
@@ -44,8 +46,8 @@ def tree_attention(
     ancestor (itself included); length int32 [1], committed tokens, not written by the kernel ahead. With a sliding
     `window`, a node at position p sees positions p - window + 1 to p and `depths` int32 [nodes] is needed. With
     `earlier` nodes that ran before (no window), node i's key lies at slot length + earlier + i and its bit is earlier +
-    i. `sums`, if given, receives `group_sums(out, heads * head_dim // sums.shape[0])`. `config` overrides
-    `attention_config`, for tuning. Raises ValueError naming the argument.
+    i. `sides`, room from `empty_sides`, receives those of the result. `config` overrides `attention_config`, for
+    tuning. Raises ValueError naming the argument.
     """
     nodes, heads, head_dim = q.shape
     kv_heads, max_len = k.shape[0], k.shape[1]
@@ -64,20 +66,23 @@ def tree_attention(
         raise ValueError("depths: needed with a sliding window")
     if window is not None and earlier:
         raise ValueError("earlier: not with a sliding window")
-    group = sums_group(sums, nodes, heads * head_dim, head_dim)
+    group = sides_group(sides, q)
     if not runs_kernel(q):
         out = tree_attention_ref(q, k, v, mask, length, depths=depths, window=window, earlier=earlier)
-        if sums is not None:
-            sums[:, :nodes] = out.float().unflatten(1, (-1, group)).sum(-1).T
+        if sides is not None and group is not None:
+            sides.sums.copy_(group_sums_ref(out, group))
+            if sides.lanes is not None:
+                sides.lanes.copy_(lanes_ref(out))
         return out
     shared = heads // kv_heads
     rows = nodes * shared
-    config = {**attention_config(rows, nodes * heads, max(1, group // head_dim)), **(config or {})}
+    config = {**attention_config(rows, nodes * heads, max(1, (group or 0) // head_dim)), **(config or {})}
     leaves, folded, block_q, merged = (config[key] for key in ("leaves", "folded", "block_q", "merged"))
     pieces = min(leaves // folded, triton.cdiv(max_len, LEAF * folded))
     partial = q.new_empty(pieces, kv_heads, rows, head_dim, dtype=torch.float32)
     top_total = q.new_empty(2, pieces, kv_heads, rows, dtype=torch.float32)
     out = q.new_empty(nodes, heads * head_dim)
+    to, constants = side_arguments(sides, out, group)
     early = has_dependent_launch(q)
     sizes = {"SHARED": shared, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "LEAF": LEAF,
              "LEAVES": leaves, "FOLDED": folded, "EARLY": early}  # fmt: skip
@@ -89,9 +94,9 @@ def tree_attention(
     )  # fmt: skip
     options = {} if interpreted() else {"num_warps": 1, "launch_pdl": early}
     attention_merge_kernel[(triton.cdiv(nodes * heads, merged),)](
-        partial, top_total, top_total[1], length, out, sums if sums is not None else out, nodes, earlier + nodes,
+        partial, top_total, top_total[1], length, out, *to[:2], nodes, earlier + nodes,
         HEADS=heads, BLOCK_R=merged, FOLD=FOLD, BLOCK_P=triton.next_power_of_2(leaves // folded),
-        BATCH=config["batch"], GROUP=group if sums is not None else 0, STRIDE=row_bucket(nodes), **sizes, **options,
+        BATCH=config["batch"], **constants, **sizes, **options,
     )  # fmt: skip
     return out
 
@@ -148,13 +153,17 @@ def attention_config(rows: int, all_rows: int, summed: int) -> Config:
     return few if rows <= 128 else {**few, "folded": FOLD, "batch": 6}
 
 
-def sums_group(sums: Tensor | None, rows: int, columns: int, head_dim: int) -> int:
-    """The group `sums` is for; head_dim without one. Raises ValueError where this kernel cannot emit it."""
-    if sums is None:
-        return head_dim
+def sides_group(sides: Sides | None, q: Tensor) -> int | None:
+    """The group of the sums, None without. Raises ValueError where this kernel cannot emit these sides."""
+    if sides is None:
+        return None
+    nodes, heads, head_dim = q.shape
+    columns, sums, lanes = heads * head_dim, sides.sums, sides.lanes
     group = columns // sums.shape[0]
-    if sums.shape != (columns // group, row_bucket(rows)) or columns % 256 or group not in (32, 64, 128):
-        raise ValueError(f"sums: shape {tuple(sums.shape)} does not fit {columns} columns of {rows} rows")
+    if sums.shape != (columns // group, row_bucket(nodes)) or columns % 256 or group not in (32, 64, 128):
+        raise ValueError(f"sides: sums of shape {tuple(sums.shape)} do not fit {columns} columns of {nodes} rows")
+    if lanes is not None and (lanes.shape != (lanes_rows(nodes) * columns,) or lanes.dtype != q.dtype):
+        raise ValueError(f"sides: lanes of shape {tuple(lanes.shape)} do not fit {columns} columns of {nodes} rows")
     if head_dim not in (32, 64, 128):
-        raise ValueError(f"sums: not emitted for a head_dim of {head_dim}")
+        raise ValueError(f"sides: not emitted for a head_dim of {head_dim}")
     return group

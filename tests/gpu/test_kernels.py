@@ -7,9 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+from specq_kernels.group_sums import Sides, empty_sides, sides
 from specq_kernels.kv_cache import append_rotary, append_rotary_ref, compact, compact_ref
+from specq_kernels.lane_order import lanes_ref
 from specq_kernels.launch import ROW_BUCKETS
 from specq_kernels.norm_rope import rms_norm, rms_norm_parts, rms_norm_ref, silu_mul, silu_mul_ref
+from specq_kernels.round_rows import round_rows
 from specq_kernels.sampling import Draw, argmax, gumbel_argmax, gumbel_argmax_ref
 from specq_kernels.tree_attention import FOLD, LEAF, LEAVES, pack_mask, tree_attention, tree_attention_ref
 from specq_kernels.tune import runs_roles, tile_configs
@@ -249,21 +252,52 @@ def test_w16a16_equals_float64_and_rows_do_not_depend_on_their_number(n: int, k:
 def test_vector_kernels_equal_their_definitions(dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 17, 8192, device="cuda", dtype=dtype).unbind()
     weight = torch.rand(8192, device="cuda", dtype=dtype)
-    for ours, theirs in zip(
-        rms_norm(x, weight, eps=1e-5, residual=residual, group=128),
-        rms_norm_ref(x, weight, eps=1e-5, residual=residual, group=128),
-        strict=True,
-    ):
-        assert ours is not None
-        assert theirs is not None
-        assert error(ours[:, :17], theirs[:, :17]) < TOLERANCE[dtype]
+    y, h, beside = rms_norm(x, weight, eps=1e-5, residual=residual, group=128)
+    expected, expected_h, theirs_beside = rms_norm_ref(x, weight, eps=1e-5, residual=residual, group=128)
+    assert beside is not None
+    assert theirs_beside is not None
+    for ours, theirs in ((y, expected), (h, expected_h), (beside.sums[:, :17], theirs_beside.sums[:, :17])):
+        assert error(ours, theirs) < TOLERANCE[dtype]
     gate_up = torch.randn(5, 2 * 14336, device="cuda", dtype=dtype)
-    y, sums = silu_mul(gate_up, group=128)
-    expected, expected_sums = silu_mul_ref(gate_up, group=128)
-    assert sums is not None
-    assert expected_sums is not None
+    y, beside = silu_mul(gate_up, group=128)
+    expected, theirs_beside = silu_mul_ref(gate_up, group=128)
+    assert beside is not None
+    assert theirs_beside is not None
     assert error(y, expected) < TOLERANCE[dtype]
-    assert error(sums[:, :5], expected_sums[:, :5]) < 4 * TOLERANCE[dtype]  # sums of rounded values that cancel
+    # sums of rounded values that cancel
+    assert error(beside.sums[:, :5], theirs_beside.sums[:, :5]) < 4 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize("k", [768, 4096, 8192])
+def test_lane_order_is_bitwise_that_of_the_result_and_changes_nothing_else(
+    k: int, rows: int, dtype: torch.dtype
+) -> None:
+    x, residual = torch.randn(2, rows, k, device="cuda", dtype=dtype).unbind()
+    weight, gate_up = torch.rand(k, device="cuda", dtype=dtype), torch.cat([x, residual], 1)
+    parts = torch.randn(4, rows, k, device="cuda")
+    q, keys, values, at = tree_case(rows, k // 128, 1, 128, 300, dtype)
+    chain = pack_mask(torch.ones(rows, rows, dtype=torch.bool, device="cuda").tril())
+
+    def attend(lanes: bool, merged: int) -> tuple[torch.Tensor, Sides]:
+        room = empty_sides(x, 128, lanes=lanes)
+        return tree_attention(q, keys, values, chain, at, sides=room, config={"merged": merged}), room
+
+    for make in (
+        lambda lanes: (x, sides(x, 128, lanes=lanes)),
+        lambda lanes: rms_norm(x, weight, eps=1e-5, residual=residual, group=128, lanes=lanes)[::2],
+        lambda lanes: rms_norm_parts(parts, residual, weight, eps=1e-5, group=128, lanes=lanes)[::2],
+        lambda lanes: silu_mul(gate_up, group=128, lanes=lanes),
+        lambda lanes: round_rows(x, bits=8, group=128, lanes=lanes),
+        partial(attend, merged=1),
+        partial(attend, merged=4),
+    ):
+        (y, beside), (alone, without) = make(True), make(False)
+        assert torch.equal(y, alone)
+        assert torch.equal(beside.sums[:, :rows], without.sums[:, :rows])
+        is_row = lanes_ref(torch.ones_like(y)).bool()  # beyond x's lies anything
+        assert torch.equal(beside.lanes[is_row], lanes_ref(y)[is_row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

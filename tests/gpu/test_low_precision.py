@@ -30,13 +30,13 @@ def random_weight(n: int, k: int, *, form: str = "symmetric", is_gate_up: bool =
 def test_rounded_rows_are_bitwise_those_of_the_law(rows: int, k: int, bits: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, k, device="cuda") * 3).to(dtype)
     x[0, :128] = 0
-    y, sums = round_rows(x, bits=bits, group=128)
-    expected, expected_sums = round_rows_ref(x, bits=bits, group=128)
+    y, sides = round_rows(x, bits=bits, group=128)
+    expected, expected_sides = round_rows_ref(x, bits=bits, group=128)
     assert torch.equal(y, expected)
     assert torch.equal(y, law(x, f"a{bits}"))
-    assert sums is not None
-    assert expected_sums is not None
-    torch.testing.assert_close(sums[:, :rows], expected_sums[:, :rows], rtol=1e-5, atol=1e-3)
+    assert sides is not None
+    assert expected_sides is not None
+    torch.testing.assert_close(sides.sums[:, :rows], expected_sides.sums[:, :rows], rtol=1e-5, atol=1e-3)
     weight = random_weight(128, k)
     codes = round_codes(x, weight.padded[1], bits=bits)
     for ours, theirs in zip(codes, round_codes_ref(x, weight.padded[1], bits=bits), strict=True):
@@ -75,8 +75,9 @@ def test_gate_and_up_end_in_their_silu_and_codes_of_4_bit_weights_are_those_of_w
     weight, x = random_weight(2 * 1536, 576, is_gate_up=True), torch.randn(3, 576, device="cuda").to(dtype)
     torch.testing.assert_close(w4a8(x, weight), w4a8_ref(x, weight), rtol=2e-2, atol=2e-3)
     plain, y = random_weight(1536, 576), torch.randn(3, 576, device="cuda").to(dtype)
-    rounded, sums = round_rows(y, bits=8, group=128)
-    full = w4a16(rounded, plain, sums=sums, out_dtype=torch.float32)
+    rounded, sides = round_rows(y, bits=8, group=128)
+    assert sides is not None
+    full = w4a16(rounded, plain, sums=sides.sums, out_dtype=torch.float32)
     torch.testing.assert_close(w4a8(y, plain, out_dtype=torch.float32), full, rtol=1e-3, atol=2e-4)
 
 

@@ -18,15 +18,15 @@ def test_rounded_rows_are_those_of_the_law(
 ) -> None:
     x = (torch.randn(rows, columns) * torch.rand(rows, 1) * 5).to(dtype)
     x[0, : min(columns, 128)] = 0
-    y, sums = round_rows(x, bits=bits, group=group)
-    expected, expected_sums = round_rows_ref(x, bits=bits, group=group)
+    y, sides = round_rows(x, bits=bits, group=group)
+    expected, expected_sides = round_rows_ref(x, bits=bits, group=group)
     assert torch.equal(y, expected)
     assert torch.equal(y, law(x, f"a{bits}"))
     if group is None:
-        assert sums is expected_sums is None
+        assert sides is expected_sides is None
     else:
-        assert sums is not None
-        torch.testing.assert_close(sums[:, :rows], group_sums_ref(y, group)[:, :rows], rtol=1e-5, atol=1e-4)
+        assert sides is not None
+        torch.testing.assert_close(sides.sums[:, :rows], group_sums_ref(y, group)[:, :rows], rtol=1e-5, atol=1e-4)
 
 
 def test_halves_round_to_even() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specq_kernels.group_sums import group_sums_ref
+from specq_kernels.group_sums import Sides, group_sums_ref
 from specq_kernels.tree_attention import FOLD, LEAVES, pack_mask, tree_attention, tree_attention_ref
 
 
@@ -106,9 +106,9 @@ def test_nodes_after_earlier_ones_give_the_rows_of_all() -> None:
 def test_group_sums_of_the_output_are_emitted(heads: int, head_dim: int, group: int) -> None:
     mask, _ = tree_tensors(random_tree(6, 3))
     q, k, v, length = random_case(6, heads, 1, head_dim, 70, torch.float16)
-    sums = torch.zeros(heads * head_dim // group, 16)
-    out = tree_attention(q, k, v, mask, length, sums=sums)
-    torch.testing.assert_close(sums, group_sums_ref(out, group), rtol=1e-5, atol=1e-5)
+    sides = Sides(torch.zeros(heads * head_dim // group, 16))
+    out = tree_attention(q, k, v, mask, length, sides=sides)
+    torch.testing.assert_close(sides.sums, group_sums_ref(out, group), rtol=1e-5, atol=1e-5)
 
 
 def test_mask_words_hold_all_64_nodes() -> None:

@@ -27,23 +27,24 @@ DTYPES = (torch.float16, torch.float32)
 @pytest.mark.parametrize(("rows", "k", "group"), [(1, 576, 128), (17, 1000, 32), (3, 2048, 64)])
 def test_norm_adds_the_residual_and_sums_its_groups(rows: int, k: int, group: int, dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(rows, k).to(dtype), torch.randn(rows, k).to(dtype), torch.rand(k).to(dtype)
-    y, h, sums = rms_norm(x, weight, eps=1e-5, residual=residual, group=group)
+    y, h, sides = rms_norm(x, weight, eps=1e-5, residual=residual, group=group)
     expected, expected_h, _ = rms_norm_ref(x, weight, eps=1e-5, residual=residual)
     torch.testing.assert_close(h, expected_h)
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-3)
-    assert sums is not None
-    torch.testing.assert_close(sums[:, :rows], group_sums_ref(y, group)[:, :rows], rtol=1e-4, atol=1e-4)
+    assert sides is not None
+    assert sides.lanes is None
+    torch.testing.assert_close(sides.sums[:, :rows], group_sums_ref(y, group)[:, :rows], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_adds_the_parts_of_a_product_as_the_product_does(dtype: torch.dtype) -> None:
     parts, residual, weight = torch.randn(3, 5, 320), torch.randn(5, 300).to(dtype), torch.rand(300).to(dtype)
-    y, h, sums = rms_norm_parts(parts, residual, weight, eps=1e-5, group=128)
+    y, h, sides = rms_norm_parts(parts, residual, weight, eps=1e-5, group=128)
     assert torch.equal(h, sum_parts_ref(parts, 300, residual=residual, out_dtype=dtype))
     expected, _, _ = rms_norm_parts_ref(parts, residual, weight, eps=1e-5)
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-3)
-    assert sums is not None
-    torch.testing.assert_close(sums[:, :5], group_sums_ref(y, 128)[:, :5], rtol=1e-4, atol=1e-4)
+    assert sides is not None
+    torch.testing.assert_close(sides.sums[:, :5], group_sums_ref(y, 128)[:, :5], rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="parts: 280 columns"):
         rms_norm_parts(parts[:, :, :280].contiguous(), residual, weight, eps=1e-5)
 
@@ -51,9 +52,9 @@ def test_norm_adds_the_parts_of_a_product_as_the_product_does(dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_without_residual_returns_its_input(dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, 300).to(dtype), torch.rand(300)
-    y, h, sums = rms_norm(x, weight, eps=1e-6)
+    y, h, sides = rms_norm(x, weight, eps=1e-6, lanes=True)
     assert h is x
-    assert sums is None
+    assert sides is None
     torch.testing.assert_close(y, rms_norm_ref(x, weight, eps=1e-6)[0], rtol=2e-3, atol=1e-3)
 
 
@@ -61,10 +62,10 @@ def test_norm_without_residual_returns_its_input(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("rows", "k"), [(1, 1536), (5, 1100)])
 def test_silu_of_gate_times_up(rows: int, k: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(rows, 2 * k).to(dtype)
-    y, sums = silu_mul(gate_up, group=128)
+    y, sides = silu_mul(gate_up, group=128)
     torch.testing.assert_close(y, silu_mul_ref(gate_up)[0], rtol=2e-3, atol=1e-3)
-    assert sums is not None
-    torch.testing.assert_close(sums[:, :rows], group_sums_ref(y, 128)[:, :rows], rtol=1e-4, atol=1e-4)
+    assert sides is not None
+    torch.testing.assert_close(sides.sums[:, :rows], group_sums_ref(y, 128)[:, :rows], rtol=1e-4, atol=1e-4)
 
 
 def test_rows_of_the_embedding_are_in_the_dtype_of_activations() -> None:

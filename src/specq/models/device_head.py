@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specq.models.cache import KVCache
-from specq.models.device_layer import attention_sums, finish_layer, multiply, rotary_tables
+from specq.models.device_layer import attention_sides, finish_layer, multiply, rotary_tables
 from specq.models.device_step import why_no_attention
 from specq.models.eagle import EagleHead
 from specq.quant.kernel_choice import why_no_kernels
@@ -74,9 +74,9 @@ class DeviceHead:
             pair = x = multiply(head.fc, pair)
         qkv = multiply(layer.qkv, pair)
         q = append_rotary(qkv, self._k, self._v, self._cos, self._sin, depths, length, earlier=earlier)
-        sums = attention_sums(layer, len(tokens), device=x.device)
-        attended = tree_attention(q, self._k, self._v, mask, length, earlier=earlier, sums=sums)
-        return finish_layer(layer, x, attended, sums=sums, in_parts=False).x
+        sides = attention_sides(layer, q)
+        attended = tree_attention(q, self._k, self._v, mask, length, earlier=earlier, sides=sides)
+        return finish_layer(layer, x, attended, sides=sides, in_parts=False).x
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [rows, the head's vocab] of predicted states, fp32 (fp64 from fp64)."""

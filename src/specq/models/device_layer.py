@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
 from specq.quant.kernel_linear import DenseKernelLinear, FourBitProduct, KernelGateUp, KernelLinear
 from specq.quant.rounding import FULL
-from specq_kernels.launch import row_bucket
+from specq_kernels.group_sums import Sides, empty_sides
 from specq_kernels.norm_rope import rms_norm, rms_norm_parts, silu_mul
 
-SUMMED_HEAD_DIMS = (32, 64, 128)  # attention can emit group sums of whole heads of these
+SIDES_HEAD_DIMS = (32, 64, 128)  # attention can emit sides of whole heads of these
 NORM_ADDS_FROM = 33
 """Rows from which a norm adds a product's parts in less time than the product does (a norm has one program a row)."""
 
@@ -28,20 +27,21 @@ class Stream:
 
 
 def finish_layer(
-    layer: DecoderLayer, x: Tensor, attended: Tensor, *, sums: Tensor | None, act: str = FULL, in_parts: bool = True
+    layer: DecoderLayer, x: Tensor, attended: Tensor, *, sides: Sides | None, act: str = FULL, in_parts: bool = True
 ) -> Stream:
     """The stream after attention's output [rows, heads * head_dim] and the MLP, from x before them.
 
-    `sums` are those of `attended` that `attention_sums` made room for; `in_parts` False adds the last product here.
+    `sides` are those of `attended` that `attention_sides` made room for; `in_parts` False adds the last product here.
     """
-    stream = add_product(x, layer.o, attended, sums=sums, act=act)
+    stream = add_product(x, layer.o, attended, sides=sides, act=act)
     h, x = multiply_normed(stream, layer.gate_up, layer.mlp_norm, eps=layer.eps, act=act)
-    sums = None
+    sides = None
     if not layer.has_fused_silu:
-        h, sums = silu_mul(h, group=sums_group(layer.down, act))
+        group, lanes = wanted_sides(layer.down, h, act)
+        h, sides = silu_mul(h, group=group, lanes=lanes)
     if not in_parts:
-        return Stream(multiply(layer.down, h, residual=x, sums=sums, act=act))
-    return add_product(x, layer.down, h, sums=sums, act=act)
+        return Stream(multiply(layer.down, h, residual=x, sides=sides, act=act))
+    return add_product(x, layer.down, h, sides=sides, act=act)
 
 
 def multiply_normed(
@@ -53,58 +53,68 @@ def multiply_normed(
     """
     if act != FULL and isinstance(module, FourBitProduct) and module.multiplies_codes(stream.x):
         return module.of_norm(stream.x, weight, eps=eps, act=act), stream.x  # such products leave nothing in parts
-    h, x, sums = norm(stream, weight, eps=eps, group=sums_group(module, act))
-    if in_parts and (parts := left_in_parts(module, h, sums=sums, act=act)) is not None:
+    group, lanes = wanted_sides(module, stream.x, act)
+    h, x, sides = norm(stream, weight, eps=eps, group=group, lanes=lanes)
+    if in_parts and (parts := left_in_parts(module, h, sides=sides, act=act)) is not None:
         return parts, x
-    return multiply(module, h, sums=sums, act=act), x
+    return multiply(module, h, sides=sides, act=act), x
 
 
-def add_product(x: Tensor, module: nn.Module, h: Tensor, *, sums: Tensor | None = None, act: str = FULL) -> Stream:
+def add_product(x: Tensor, module: nn.Module, h: Tensor, *, sides: Sides | None = None, act: str = FULL) -> Stream:
     """The stream x with the module's product of h added, by the product itself or by the next norm."""
-    parts = left_in_parts(module, h, sums=sums, act=act) if len(h) >= NORM_ADDS_FROM else None
-    return Stream(multiply(module, h, residual=x, sums=sums, act=act)) if parts is None else Stream(x, parts)
+    parts = left_in_parts(module, h, sides=sides, act=act) if len(h) >= NORM_ADDS_FROM else None
+    return Stream(multiply(module, h, residual=x, sides=sides, act=act)) if parts is None else Stream(x, parts)
 
 
-def left_in_parts(module: nn.Module, h: Tensor, *, sums: Tensor | None, act: str) -> Tensor | None:
+def left_in_parts(module: nn.Module, h: Tensor, *, sides: Sides | None, act: str) -> Tensor | None:
     """The module's product of h, fp32 [parts, rows, at least N], for the next kernel to add; None if it adds itself."""
-    return module.parts(h, sums=sums) if isinstance(module, KernelLinear) and act == FULL else None
+    return module.parts(h, sides=sides) if isinstance(module, KernelLinear) and act == FULL else None
 
 
 def norm(
-    stream: Stream, weight: Tensor, *, eps: float, group: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(normed, the stream's x, sums) as `rms_norm`."""
+    stream: Stream, weight: Tensor, *, eps: float, group: int | None = None, lanes: bool = False
+) -> tuple[Tensor, Tensor, Sides | None]:
+    """(normed, the stream's x, sides) as `rms_norm`."""
     if stream.parts is None:
-        return rms_norm(stream.x, weight, eps=eps, group=group)
-    return rms_norm_parts(stream.parts, stream.x, weight, eps=eps, group=group)
+        return rms_norm(stream.x, weight, eps=eps, group=group, lanes=lanes)
+    return rms_norm_parts(stream.parts, stream.x, weight, eps=eps, group=group, lanes=lanes)
 
 
 def multiply(
-    module: nn.Module, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None, act: str = FULL
+    module: nn.Module, x: Tensor, *, residual: Tensor | None = None, sides: Sides | None = None, act: str = FULL
 ) -> Tensor:
-    """[nodes, N]: the module's product plus `residual`; `sums` are those `sums_group(module, act)` asks for."""
+    """[nodes, N]: the module's product plus `residual`; `sides` are x's `wanted_sides`."""
     if isinstance(module, KernelLinear):
-        return module.product(x, residual=residual, sums=sums, act=act)
+        return module.product(x, residual=residual, sides=sides, act=act)
     if isinstance(module, KernelGateUp):
-        return module.product(x, sums=sums, act=act)
+        return module.product(x, sides=sides, act=act)
     if isinstance(module, DenseKernelLinear):
         return module.product(x, residual=residual)
     y: Tensor = module(x, act)
     return y if residual is None else y + residual
 
 
-def sums_group(module: nn.Module, act: str = FULL) -> int | None:
-    """The group over which the module wants sums of its x from whoever makes x, or None: of x that is rounded first
-    nobody but the module has them."""
-    return module.sums_group if act == FULL and isinstance(module, FourBitProduct) else None
+def wanted_sides(module: nn.Module, rows: Tensor, act: str = FULL) -> tuple[int | None, bool]:
+    """(group, lanes): over which groups the module wants sums of its x from whoever makes x, and whether lane order.
+
+    x has the number, dtype and device of `rows`. (None, False) where none are: of x that is rounded first nobody but
+    the module has them.
+    """
+    if act != FULL or not isinstance(module, FourBitProduct):
+        return None, False
+    return module.sums_group, module.wants_lanes(rows)
 
 
-def attention_sums(layer: DecoderLayer, count: int, *, device: torch.device, act: str = FULL) -> Tensor | None:
-    """Where attention writes group sums for the o product, None where it cannot or none are wanted."""
-    group, columns = sums_group(layer.o, act), layer.heads * layer.head_dim
-    if group is None or columns % 256 or layer.head_dim not in SUMMED_HEAD_DIMS:
+def attention_sides(layer: DecoderLayer, q: Tensor, *, act: str = FULL) -> Sides | None:
+    """Room for the sides of the o product's x, which attention of q [nodes, heads, head_dim] writes.
+
+    None where it cannot or none are wanted.
+    """
+    q = q.flatten(1)  # of the result's shape
+    group, lanes = wanted_sides(layer.o, q, act)
+    if group is None or q.shape[1] % 256 or layer.head_dim not in SIDES_HEAD_DIMS:
         return None
-    return torch.empty(columns // group, row_bucket(count), dtype=torch.float32, device=device)
+    return empty_sides(q, group, lanes=lanes)
 
 
 def rotary_tables(table: RopeTable, positions: int) -> tuple[Tensor, Tensor]:

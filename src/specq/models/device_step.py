@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specq.models.cache import KVCache
 from specq.models.causal_lm import CausalLM, Nodes, Output
-from specq.models.device_layer import Stream, attention_sums, finish_layer, multiply_normed, norm, rotary_tables
+from specq.models.device_layer import Stream, attention_sides, finish_layer, multiply_normed, norm, rotary_tables
 from specq.models.graphs import GraphPool, Graphs
 from specq.models.layers import DecoderLayer
 from specq.models.rope import RopeTable
@@ -223,7 +223,7 @@ class BoundStep:
             k_norm=layer.k_norm if layer.has_head_norms else None,
             eps=layer.eps,
         )  # [nodes, heads, head_dim]
-        sums = attention_sums(layer, count, device=x.device, act=act)
+        sides = attention_sides(layer, q, act=act)
         attended = tree_attention(
             q,
             self._k[index],
@@ -232,6 +232,6 @@ class BoundStep:
             self.length,
             depths=self.depths[:count],
             window=self._model.spec.sliding_windows[index],
-            sums=sums,
+            sides=sides,
         )
-        return finish_layer(layer, x, attended, sums=sums, act=act)
+        return finish_layer(layer, x, attended, sides=sides, act=act)

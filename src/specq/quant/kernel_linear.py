@@ -16,6 +16,7 @@ from specq.quant.packed import PackedWeight, pack_nibbles
 from specq.quant.rounding import FULL
 from specq.quant.rounding import round_rows as round_prompt
 from specq_kernels.act_codes import norm_codes
+from specq_kernels.group_sums import Sides
 from specq_kernels.launch import MAX_ROWS
 from specq_kernels.round_rows import round_rows
 from specq_kernels.w4_layout import W4Weight, pack_w4
@@ -39,6 +40,10 @@ class FourBitProduct(nn.Module):
     def sums_group(self) -> int | None:
         """The group whose sums of x a producer may hand to `product`; None where x is permuted first."""
         return self.weight.group_size if self.order is None else None
+
+    def wants_lanes(self, rows: Tensor) -> bool:
+        """Whether `product` also wants x in lane order; x has the number, dtype and device of `rows`."""
+        return self.order is None and reads_lanes(rows, self.weight)
 
     def multiplies_codes(self, x: Tensor) -> bool:
         """Whether x, once rounded, goes through the product of 8-bit activations, which is then the faster one."""
@@ -70,29 +75,31 @@ class KernelLinear(FourBitProduct):
         return self.product(x, act=act)
 
     def product(
-        self, x: Tensor, *, residual: Tensor | None = None, sums: Tensor | None = None, act: str = FULL
+        self, x: Tensor, *, residual: Tensor | None = None, sides: Sides | None = None, act: str = FULL
     ) -> Tensor:
-        """The same plus `residual` [rows, N], rounded once up to 64 rows; `sums` are x's over `sums_group`."""
+        """The same plus `residual` [rows, N], rounded once up to 64 rows; `sides` are x's over `sums_group`."""
         if act != FULL:
             if self.multiplies_codes(x):
                 bits, out = int(act[1:]), self.out_dtype
                 return w4a8(x, self.weight, bits=bits, bias=self.bias, residual=residual, out_dtype=out)
-            x, sums = rounded(x, act, group=self.sums_group)
+            x, sides = rounded(x, act, group=self.sums_group, lanes=self.wants_lanes(x))
         if self.order is not None:
             x = x[:, self.order]
         if is_decoding(x):
-            return w4a16(x, self.weight, bias=self.bias, residual=residual, sums=sums, out_dtype=self.out_dtype)
+            return w4a16(
+                x, self.weight, bias=self.bias, residual=residual, sums=sums_of(sides), out_dtype=self.out_dtype
+            )
         y = w4_prefill(x, self.weight, bias=self.bias, residual=residual)
         return y if self.out_dtype is None else y.to(self.out_dtype)
 
-    def parts(self, x: Tensor, *, sums: Tensor | None = None) -> Tensor | None:
+    def parts(self, x: Tensor, *, sides: Sides | None = None) -> Tensor | None:
         """The product of up to 64 rows in parts of K, fp32 [parts, rows, at least N], for whoever adds as he reads.
 
         None where that is not worth it: a whole product, or one that is changed once more.
         """
         if self.order is not None or self.bias is not None or self.out_dtype is not None:
             return None
-        return w4a16_parts(x, self.weight, sums=sums) if count_parts(x, self.weight) > 1 else None
+        return w4a16_parts(x, self.weight, sums=sums_of(sides)) if count_parts(x, self.weight) > 1 else None
 
 
 class KernelByteLinear(nn.Module):
@@ -125,15 +132,15 @@ class KernelGateUp(FourBitProduct):
         """[rows, N / 2] in x's dtype, for x [rows, K] in fp16 or bf16."""
         return self.product(x, act=act)
 
-    def product(self, x: Tensor, *, sums: Tensor | None = None, act: str = FULL) -> Tensor:
-        """The same; `sums` are x's over `sums_group`."""
+    def product(self, x: Tensor, *, sides: Sides | None = None, act: str = FULL) -> Tensor:
+        """The same; `sides` are x's over `sums_group`."""
         if act != FULL:
             if self.multiplies_codes(x):
                 return w4a8(x, self.weight, bits=int(act[1:]))
-            x, sums = rounded(x, act, group=self.sums_group)
+            x, sides = rounded(x, act, group=self.sums_group, lanes=self.wants_lanes(x))
         if self.order is not None:
             x = x[:, self.order]
-        return w4a16_silu(x, self.weight, sums=sums) if is_decoding(x) else w4_prefill(x, self.weight)
+        return w4a16_silu(x, self.weight, sums=sums_of(sides)) if is_decoding(x) else w4_prefill(x, self.weight)
 
 
 class DenseKernelLinear(DenseLinear):
@@ -188,11 +195,21 @@ def is_decoding(x: Tensor) -> bool:
     return x.ndim == 2 and x.shape[0] <= MAX_ROWS and not x.requires_grad
 
 
-def rounded(x: Tensor, act: str, *, group: int | None) -> tuple[Tensor, Tensor | None]:
-    """(x as a product of precision `act` reads it, its sums over `group` where a kernel made them)."""
+def rounded(x: Tensor, act: str, *, group: int | None, lanes: bool = False) -> tuple[Tensor, Sides | None]:
+    """(x as a product of precision `act` reads it, its sides where a kernel made them)."""
     if not is_decoding(x):
         return round_prompt(x, act), None
-    return round_rows(x, bits=int(act[1:]), group=group)
+    return round_rows(x, bits=int(act[1:]), group=group, lanes=lanes)
+
+
+def reads_lanes(rows: Tensor, weight: W4Weight) -> bool:
+    """Whether the product of so many rows reads x in lane order: no kernel of today does."""
+    return False
+
+
+def sums_of(sides: Sides | None) -> Tensor | None:
+    """What the products of today take of the sides."""
+    return None if sides is None else sides.sums
 
 
 def has_kernel(weight: PackedWeight) -> bool:
