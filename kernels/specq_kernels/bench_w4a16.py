@@ -2,8 +2,8 @@
 
 Microseconds a call, median of 7 replays of a CUDA graph that rotates over at least 300 MB of weights. The floor is the
 weight's bytes over the copy bandwidth measured first. "layer" is the sum of a layer's four products; "chain" runs the
-four one after another, as decoding does. Group sums of x are given, as the kernel before emits them. The peers are
-cuBLAS on bf16 weights, torch's int4 product and humming-kernels, if installed.
+four one after another, as decoding does. Group sums of x and, where read, x in lane order are given, as the kernel
+before emits them. The peers are cuBLAS on bf16 weights, torch's int4 product and humming-kernels, if installed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import partial
 import torch
 import triton
 
-from specq_kernels.group_sums import group_sums
+from specq_kernels.group_sums import Sides, sides
 from specq_kernels.launch import device_name
 from specq_kernels.peers import GROUP, PEERS, has_humming
 from specq_kernels.timing import copies_for, copy_bandwidth, graph_us, require_cuda
 from specq_kernels.tune import LAYERS, random_w4
 from specq_kernels.w4_layout import W4Weight
-from specq_kernels.w4a16 import w4a16
+from specq_kernels.w4a16 import reads_lanes, w4a16
 
 ROWS = (1, 4, 8, 16, 32, 64)
 TARGETS = {  # microseconds of a layer by rows: (must, aim)
@@ -74,18 +74,23 @@ def bench_layer(model: str, rows: Sequence[int], peers: Sequence[str], bandwidth
 def product_us(weights: Sequence[W4Weight], rows: int) -> float:
     """Microseconds of our product."""
     x = torch.randn(rows, weights[0].shape[1], device="cuda", dtype=torch.bfloat16)
-    sums = group_sums(x, GROUP)
-    return graph_us([partial(w4a16, x, w, sums=sums) for w in weights])
+    beside = sides_for(x, weights[0])
+    return graph_us([partial(w4a16, x, w, sides=beside) for w in weights])
+
+
+def sides_for(x: torch.Tensor, weight: W4Weight) -> Sides:
+    """What the product reads beside x."""
+    return sides(x, GROUP, lanes=reads_lanes(x, weight))
 
 
 def chain_us(weights: dict[str, list[W4Weight]], shapes: dict[str, tuple[int, int]], rows: int) -> float:
     """Microseconds of a layer's four products run one after another."""
     inputs = {name: torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for name, (_, k) in shapes.items()}
-    sums = {name: group_sums(x, GROUP) for name, x in inputs.items()}
+    beside = {name: sides_for(x, weights[name][0]) for name, x in inputs.items()}
 
     def layer(i: int) -> None:
         for name, copies in weights.items():
-            w4a16(inputs[name], copies[i % len(copies)], sums=sums[name])
+            w4a16(inputs[name], copies[i % len(copies)], sides=beside[name])
 
     return graph_us([partial(layer, i) for i in range(8)])
 

@@ -1,7 +1,7 @@
 """What 8-bit activations buy in a 4-bit product: `python -m specq_kernels.bench_w4a8 [8b] [70b]`.
 
 Microseconds a call, median of 5 replays of a CUDA graph that rotates over at least 300 MB of weights. `w4a16` as it
-is tuned, sums of x given; `w4a8` with the fastest tiles found in the run, its x as codes (`product`) or in 16 bits
+is tuned, sides of x given; `w4a8` with the fastest tiles found in the run, its x as codes (`product`) or in 16 bits
 (`whole`, rounded by a kernel of its own, as drafting runs it). r is w4a16 over w4a8: QSpec drafts g tokens with the
 latter and verifies with the former, so that it gains only where r > g / (E - 1), E the tokens of a round.
 """
@@ -20,8 +20,7 @@ import triton
 
 from specq_kernels import configs
 from specq_kernels.act_codes import Codes, round_codes
-from specq_kernels.bench_w4a16 import rotated_weights
-from specq_kernels.group_sums import group_sums
+from specq_kernels.bench_w4a16 import rotated_weights, sides_for
 from specq_kernels.launch import device_name, row_bucket
 from specq_kernels.peers import GROUP
 from specq_kernels.timing import graph_us, require_cuda
@@ -79,11 +78,11 @@ def bench_layer(model: str, rows: Sequence[int]) -> None:
             if bucket not in best:
                 best[bucket] = fastest(weights, x)
             out = x.new_empty(m, n)
-            codes, sums = round_codes(x, weights[0].padded[1], bits=8), group_sums(x, GROUP)
+            codes, beside = round_codes(x, weights[0].padded[1], bits=8), sides_for(x, weights[0])
             times = [
                 graph_us(calls, repeats=5, target_us=800)
                 for calls in (
-                    [partial(w4a16, x, w, sums=sums) for w in weights],
+                    [partial(w4a16, x, w, sides=beside) for w in weights],
                     [partial(product_of, codes, w, out, config=best[bucket]) for w in weights],
                     [partial(w4a8, x, w, config=best[bucket]) for w in weights],
                 )

@@ -1,10 +1,10 @@
 """Tuned tile sizes: JSON keyed by kernel, shape and device; a conservative default where a device has no entry.
 
-A device's file holds {"<kernel>": {"<n>x<k>[g<group>]": {"split": 1, "tail_split": 4, "tail_from": 33792,
-"rows": {"16": {"block_n": 128, "warps": 4, ...}, "32": {...}, "64": {...}}}}}. How K is split is one choice for all row
-counts, because a row's result must not depend on how many rows there are: columns before `tail_from` are summed in
-`split` parts, those after it in `tail_split`. The user's own file (written by `python -m specq_kernels.tune`) wins
-over the one in the package.
+A device's file holds {"<kernel>": {"<n>x<k>[g<group>]": {"parts": 4, "split": 1, "tail_split": 4, "tail_from": 33792,
+"rows": {"8": {"lanes": 1, ...}, "16": {"block_n": 128, "warps": 4, ...}, "32": {...}, "64": {...}}}}}. How K is summed
+is one choice for all row counts, because a row's result must not depend on how many rows there are: in `parts` parts,
+which are added in order within each of `split` runs (`tail_split` for columns from `tail_from` on), then the runs. The
+user's own file (written by `python -m specq_kernels.tune`) wins over the one in the package.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from specq_kernels.launch import device_name, interpreted, num_multiprocessors, row_bucket
 
 Config = dict[str, int]
+FEW_ROWS = 8  # an entry may have tiles for up to so many rows, below the least of ROW_BUCKETS
 DEFAULT_TILES: dict[str, dict[int, Config]] = {  # each fits 48 KB of shared memory
     "w4a16": {
         16: {"block_n": 64, "warps": 4, "stages": 3},
@@ -37,8 +38,11 @@ DEFAULT_TILES: dict[str, dict[int, Config]] = {  # each fits 48 KB of shared mem
 }
 
 
-def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None = None) -> Config:
-    """Tile sizes of a product of x [rows, k] with a weight [n, k], both padded: splits, block_n, block_m, warps, ..."""
+def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None = None, lanes: bool = False) -> Config:
+    """Tile sizes of a product of x [rows, k] with a weight [n, k], both padded: splits, block_n, block_m, warps, ...
+
+    `lanes` says whether x can be had in lane order, which some tiles read.
+    """
     bucket = row_bucket(x.shape[0])
     if not x.is_cuda:
         return {"split": 1, "tail_split": 2, "tail_from": n // 256 * 128, "block_n": 64, "block_m": bucket, "stages": 1}
@@ -48,13 +52,24 @@ def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None 
         split = default_split(n, k, num_multiprocessors(x.device.index))
         return {"split": split, "block_m": bucket, **DEFAULT_TILES[kernel][bucket]}
     splits = {key: value for key, value in entry.items() if key != "rows"}  # w16a16 has no tail
-    return {**splits, "block_m": bucket, **entry["rows"][str(bucket)]}
+    if lanes and x.shape[0] <= FEW_ROWS and str(FEW_ROWS) in entry["rows"]:
+        bucket = FEW_ROWS
+    tile = entry["rows"][str(bucket)]
+    if tile.get("lanes") and not lanes:
+        tile = DEFAULT_TILES[kernel][bucket]
+    return {**splits, "block_m": bucket, **tile}
 
 
 def split_of(config: Config, *, n: int, k: int) -> tuple[int, int, int]:
     """(split, tail_split, tail_from) of a weight [n, k], at most one part a step of 256 k."""
     split = min(config["split"], k // 256)
     return split, min(config.get("tail_split", split), k // 256), config.get("tail_from", n)
+
+
+def parts_of(config: Config, *, n: int, k: int) -> tuple[int, int]:
+    """(parts of K, those of columns in the tail) of a weight [n, k]; each a multiple of its split."""
+    split, tail_split, _ = split_of(config, n=n, k=k)
+    return config.get("parts", split), config.get("parts", tail_split)
 
 
 def split_bound(split: int) -> int:

@@ -1,7 +1,7 @@
 """Measures tile sizes on this machine's GPU and writes them where `configs` looks: `python -m specq_kernels.tune`.
 
-For each shape the split of K is chosen jointly over the row counts (a row's result must not depend on how many rows
-there are); tile width, warps, stages and the rest then follow for 16, 32 and 64 rows.
+For each shape the parts and the split of K are chosen jointly over the row counts (a row's result must not depend on
+how many rows there are); tile width, warps, stages and the rest then follow for 8, 16, 32 and 64 rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from specq_kernels import configs
-from specq_kernels.group_sums import group_sums
+from specq_kernels.group_sums import sides
+from specq_kernels.lane_order import has_lanes
 from specq_kernels.launch import ROW_BUCKETS, device_capability, device_name, num_multiprocessors
 from specq_kernels.timing import copies_for, graph_us, require_cuda
 from specq_kernels.w4_layout import STEP, W4Weight, pack_w4
@@ -45,6 +46,23 @@ W4_TILES = {  # by rows, the first of each for every split; registers 0 is the c
     ),
 }  # fmt: skip
 W4_ROLES = {16: ((256, 10), (128, 8)), 32: ((256, 8), (128, 6)), 64: ((256, 6), (128, 4))}  # block_n, stages: w4_hopper
+LANES_NAMES = ("blocks", "k_warps", "n_warps", "registers", "hold", "once")  # of w4_rows
+LANES_TILES = {
+    8: tuple(
+        (blocks, k_warps, n_warps, *rest)
+        for blocks, k_warps, n_warps in (
+            (1, 8, 1), (2, 8, 1), (1, 4, 1), (2, 4, 1), (1, 4, 2), (1, 2, 2), (2, 2, 2), (1, 2, 4)
+        )
+        for rest in ((0, 1, 0), (0, 0, 1), (0, 1, 1), (96 if blocks == 1 else 128, 1, 0))
+    ),
+    16: tuple(
+        (blocks, k_warps, n_warps, *rest)
+        for blocks, k_warps, n_warps in ((2, 8, 1), (2, 4, 1), (2, 4, 2), (2, 2, 2), (4, 8, 1), (4, 2, 2))
+        for rest in ((0, 1, 0), (0, 1, 1), (128, 1, 0))
+    ),
+}  # fmt: skip
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of K
+PARTS_A_WARP = 4  # w4_rows keeps so many apart
 FIRST_TILES = 4  # of each row count, to find the best splits; then every tile for these
 BEST_SPLITS = 4
 W16_NAMES = ("block_n", "warps", "stages")
@@ -53,7 +71,7 @@ W16_TILES = {
     32: ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 5), (128, 8, 4)),
     64: ((64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 4), (256, 8, 3)),
 }
-WEIGHT_OF_ROWS = {16: 3.0, 32: 1.0, 64: 1.0}  # decoding mostly verifies up to 16 rows
+WEIGHT_OF_ROWS = {8: 3.0, 16: 1.0, 32: 1.0, 64: 1.0}  # decoding mostly verifies few rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,6 +121,18 @@ def tile_configs(kernel: str, rows: int, *, has_roles: bool = False) -> list[con
     return found
 
 
+def lanes_configs(rows: int, parts: int, padded_n: int) -> list[configs.Config]:
+    """Every tile of w4_rows that is tried for 8 or 16 rows and K in so many parts."""
+    named = (dict(zip(LANES_NAMES, tile, strict=True)) for tile in LANES_TILES[rows])
+    return [
+        {"block_m": rows, "lanes": 1, **tile}
+        for tile in named
+        if parts % tile["k_warps"] == 0
+        and parts // tile["k_warps"] <= PARTS_A_WARP
+        and padded_n % (16 * tile["blocks"] * tile["n_warps"]) == 0
+    ]
+
+
 def runs_roles(group: int) -> bool:
     """Whether w4_hopper runs groups of this size on this device."""
     return group == 128 and device_capability(0)[0] == 9
@@ -122,23 +152,69 @@ def split_candidates(n: int, k: int, processors: int) -> list[configs.Config]:
 
 def tune_w4a16(n: int, k: int, group: int, dtype: torch.dtype) -> dict[str, object]:
     """The table entry of one 4-bit shape."""
-    first = random_w4(n, k, group)
-    weights = [first, *(random_w4(n, k, group) for _ in range(copies_for(first.num_bytes()) - 1))]
-    inputs = {rows: torch.randn(rows, k, device="cuda", dtype=dtype) for rows in ROW_BUCKETS}
-    sums = {rows: group_sums(x, group) for rows, x in inputs.items()}
-
-    def measure(config: configs.Config) -> float:
-        x, s = inputs[config["block_m"]], sums[config["block_m"]]
-        calls = [partial(w4a16, x, w, sums=s, config=config) for w in weights]
-        return graph_us(calls, repeats=3, target_us=500)
-
-    padded_n = first.padded[0]
+    measure = w4a16_timer(n, k, group, dtype)
+    padded_n, padded_k = -(-n // 128) * 128, -(-k // STEP) * STEP
     tiles = {
         rows: [c for c in tile_configs("w4a16", rows, has_roles=runs_roles(group)) if padded_n % c["block_n"] == 0]
         for rows in ROW_BUCKETS
     }
-    splits = split_candidates(*first.padded, num_multiprocessors(0))
-    return choose(splits, tiles, measure)
+    splits = split_candidates(padded_n, padded_k, num_multiprocessors(0))
+    promising = most_promising(splits, tiles, measure)
+    few = {}
+    if group == 128 and has_lanes(k):
+        few = few_rows(padded_n, padded_k, {parts for split, _ in promising for parts in parts_for(split)}, measure)
+    return best_entry(promising, few)
+
+
+def w4a16_timer(n: int, k: int, group: int, dtype: torch.dtype) -> Callable[[configs.Config], float]:
+    """Microseconds of a random weight's product by config, with as many rows as it is for."""
+    first = random_w4(n, k, group)
+    weights = [first, *(random_w4(n, k, group) for _ in range(copies_for(first.num_bytes()) - 1))]
+    inputs = {rows: torch.randn(rows, k, device="cuda", dtype=dtype) for rows in (configs.FEW_ROWS, *ROW_BUCKETS)}
+    beside = {rows: sides(x, group, lanes=has_lanes(k)) for rows, x in inputs.items()}
+
+    def measure(config: configs.Config) -> float:
+        x, s = inputs[config["block_m"]], beside[config["block_m"]]
+        calls = [partial(w4a16, x, w, sides=s, config=config) for w in weights]
+        return graph_us(calls, repeats=3, target_us=500)
+
+    return measure
+
+
+def few_rows(
+    padded_n: int, padded_k: int, parts: set[int], measure: Callable[[configs.Config], float]
+) -> dict[int, Found]:
+    """The fastest tiles of w4_rows for 8 and 16 rows by the number of parts of K; none where K has fewer steps."""
+    return {
+        count: {
+            rows: fastest(tiles, {"split": count, "tail_split": count, "tail_from": padded_n}, measure)
+            for rows in LANES_TILES
+            if (tiles := lanes_configs(rows, count, padded_n))
+        }
+        for count in sorted(parts)
+        if count <= padded_k // STEP
+    }
+
+
+def parts_for(split: configs.Config) -> list[int]:
+    """In how many parts K may be cut for a split: each run has equally many, and those of a tail are single parts."""
+    run, tail = split["split"], split["tail_split"]
+    return [tail] if tail != run else [parts for parts in PARTS if parts % run == 0]
+
+
+def best_entry(wide: Sequence[tuple[configs.Config, Found]], few: dict[int, Found]) -> dict[str, object]:
+    """The entry of the split, and of the parts for it, with which all row counts together take least."""
+    choices = []
+    for split, found in wide:
+        for parts in parts_for(split) if few else [split["tail_split"]]:
+            merged = dict(found)
+            for rows, (us, tile) in few.get(parts, {}).items():
+                if rows not in merged or us < merged[rows][0]:
+                    merged[rows] = us, tile
+            if not few or configs.FEW_ROWS in merged:
+                choices.append((total_us(merged), {"parts": parts, **split} if few else split, merged))
+    _, split, found = min(choices, key=lambda choice: choice[0])
+    return entry_of(split, found)
 
 
 def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
@@ -156,31 +232,57 @@ def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
     return choose(splits, {rows: tile_configs("w16a16", rows) for rows in ROW_BUCKETS}, measure)
 
 
+Found = dict[int, tuple[float, configs.Config]]  # by rows: microseconds and the tile
+
+
 def choose(
     splits: Sequence[configs.Config],
     tiles: dict[int, list[configs.Config]],
     measure: Callable[[configs.Config], float],
 ) -> dict[str, object]:
-    """How K is split and, for each row count, the fastest tile with its microseconds.
+    """How K is split and, for each row count, the fastest tile with its microseconds."""
+    split, found = min(most_promising(splits, tiles, measure), key=lambda pair: total_us(pair[1]))
+    return entry_of(split, found)
+
+
+def most_promising(
+    splits: Sequence[configs.Config],
+    tiles: dict[int, list[configs.Config]],
+    measure: Callable[[configs.Config], float],
+) -> list[tuple[configs.Config, Found]]:
+    """The best splits of K and, for each row count, their fastest tile.
 
     A few tiles choose the splits worth a closer look, in which every tile runs.
     """
 
-    def fastest(split: configs.Config, count: int | None) -> dict[int, tuple[float, configs.Config]]:
-        found = {}
-        for rows in ROW_BUCKETS:
-            fitting = [c for c in tiles[rows] if split.get("tail_from", 0) % c["block_n"] == 0]
-            found[rows] = min(((measure({**split, **c}), c) for c in fitting[:count]), key=lambda pair: pair[0])
-        return found
+    def of_split(split: configs.Config, count: int | None) -> Found:
+        return {
+            rows: fastest([c for c in some if split.get("tail_from", 0) % c["block_n"] == 0][:count], split, measure)
+            for rows, some in tiles.items()
+        }
 
-    def total(found: dict[int, tuple[float, configs.Config]]) -> float:
-        return sum(WEIGHT_OF_ROWS[rows] * us for rows, (us, _) in found.items())
+    promising = sorted(splits, key=lambda split: total_us(of_split(split, FIRST_TILES)))[:BEST_SPLITS]
+    return [(split, of_split(split, None)) for split in promising]
 
-    promising = sorted(splits, key=lambda split: total(fastest(split, FIRST_TILES)))[:BEST_SPLITS]
-    found, split = min(((fastest(split, None), split) for split in promising), key=lambda pair: total(pair[0]))
+
+def fastest(
+    tiles: Sequence[configs.Config], split: configs.Config, measure: Callable[[configs.Config], float]
+) -> tuple[float, configs.Config]:
+    """The tile that takes least under a split."""
+    return min(((measure({**split, **tile}), tile) for tile in tiles), key=lambda pair: pair[0])
+
+
+def total_us(found: Found) -> float:
+    """Microseconds of all row counts, by how often decoding has them; counts without a tile take the next one's."""
+    larger = {rows: min(have for have in found if have >= rows) for rows in WEIGHT_OF_ROWS}
+    return sum(weight * found[larger[rows]][0] for rows, weight in WEIGHT_OF_ROWS.items())
+
+
+def entry_of(split: configs.Config, found: Found) -> dict[str, object]:
+    """An entry of the table."""
     rows_entry = {
         str(rows): {**{key: value for key, value in tile.items() if key != "block_m"}, "us": round(us, 2)}
-        for rows, (us, tile) in found.items()
+        for rows, (us, tile) in sorted(found.items())
     }
     return {**split, "rows": rows_entry}
 
@@ -202,13 +304,20 @@ def compile_all(kernel: str, dtype: torch.dtype, group: int, jobs: int) -> None:
     roles = kernel == "w4a16" and runs_roles(group)
     tiles = [tile for rows in ROW_BUCKETS for tile in tile_configs(kernel, rows, has_roles=roles)]
     todo = [{"split": split, **tile} for split in splits for tile in tiles]
-    parts = [todo[i::jobs] for i in range(jobs)]
+    if kernel == "w4a16" and group == 128:
+        todo += [
+            {"split": parts, **tile}
+            for parts in PARTS
+            for rows in LANES_TILES
+            for tile in lanes_configs(rows, parts, 256)
+        ]
+    shares = [todo[i::jobs] for i in range(jobs)]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile_some, [kernel] * jobs, parts, [dtype] * jobs, [group] * jobs))
+        list(pool.map(_compile_some, [kernel] * jobs, shares, [dtype] * jobs, [group] * jobs))
 
 
 def _compile_some(kernel: str, todo: Sequence[configs.Config], dtype: torch.dtype, group: int) -> None:
-    k = STEP * 16
+    k = STEP * PARTS[-1]
     w4, w16 = random_w4(256, k, group), random_w16(256, k, dtype)
     for config in todo:
         x = torch.randn(config["block_m"], k, device="cuda", dtype=dtype)

@@ -102,14 +102,14 @@ def load_chunks(w_ptrs, step, STEP: tl.constexpr, DIRECT: tl.constexpr):
 
 @triton.jit
 def unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
-    """(tile, part, parts, first step, last step) of a program."""
+    """(tile, run of parts, runs, first step, last step) of a program."""
     is_tail = unit >= tiles * split
     unit = tl.where(is_tail, unit - tiles * split, unit)
     across = tl.where(is_tail, tail_tiles, tiles)
-    parts = tl.where(is_tail, tail_split, split)
-    part = unit // across
+    runs = tl.where(is_tail, tail_split, split)
+    run = unit // across
     steps = padded_k // 256
-    return tl.where(is_tail, tiles, 0) + unit % across, part, parts, part * steps // parts, (part + 1) * steps // parts
+    return tl.where(is_tail, tiles, 0) + unit % across, run, runs, run * steps // runs, (run + 1) * steps // runs
 
 
 @triton.jit

@@ -37,6 +37,7 @@ def launch(
     out: Tensor,
     partials: Tensor,
     units: tuple[int, int, int, int],
+    parts: tuple[int, int],
     config: configs.Config,
     *,
     adds: bool,
@@ -54,10 +55,11 @@ def launch(
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 128], x_layout),
         TensorDescriptor(codes, list(codes.shape), [padded_k * 2, 1], [8, 256], w_layout),
         weight.meta, sums, bias if bias is not None else out, residual if residual is not None else out, out,
-        partials, weight.counters, rows, out.shape[-1], padded_n, padded_k, *units,
+        partials, weight.counters, rows, out.shape[-1], padded_n, padded_k, *units, *parts,
         BLOCK_M=block_m, STAGES=config["stages"], MOST=configs.split_bound(max(split, tail_split)),
         FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, MULTIPLIERS=multipliers, ADDS=adds,
+        FOLDS=parts[0] > split or parts[1] > tail_split,
         num_warps=4, launch_pdl=True, maxnreg=168 if multipliers == 2 else 128,
     )  # fmt: skip
 
@@ -76,14 +78,14 @@ def _gdc_launch_dependents():
 
 @gluon.jit
 def _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
-    """(tile, part, parts, first step, last step) of a program, as in w4_device."""
+    """(tile, run of parts, runs, first step, last step) of a program, as in w4_device."""
     is_tail = unit >= tiles * split
     unit = gl.where(is_tail, unit - tiles * split, unit)
     across = gl.where(is_tail, tail_tiles, tiles)
-    parts = gl.where(is_tail, tail_split, split)
-    part = unit // across
+    runs = gl.where(is_tail, tail_split, split)
+    run = unit // across
     steps = padded_k // 256
-    return gl.where(is_tail, tiles, 0) + unit % across, part, parts, part * steps // parts, (part + 1) * steps // parts
+    return gl.where(is_tail, tiles, 0) + unit % across, run, runs, run * steps // runs, (run + 1) * steps // runs
 
 
 @gluon.jit
@@ -253,55 +255,57 @@ def _finish(
 @gluon.jit
 def _multiply(
     WG: gl.constexpr, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr,
-    counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split, padded_k,
+    counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split, parts, tail_parts, padded_k,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, MULTIPLIERS: gl.constexpr,
-    ADDS: gl.constexpr,
+    ADDS: gl.constexpr, FOLDS: gl.constexpr,
 ):  # fmt: skip
-    """128 columns of each of a program's units; where K is split, the last to arrive adds the parts."""
+    """128 columns of each of a program's units; where K is split, the last to arrive adds the runs."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     offs_row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
     units = tiles * split + tail_tiles * tail_split
     done = 0  # groups of earlier units
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        tile, part, parts, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
+        tile, run, runs, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
         place = tile * MULTIPLIERS + WG  # of these 128 columns
         column = place * 128
+        of_tile = gl.where(tile < tiles, parts, tail_parts)
         acc_a, acc_b = _sum_groups(
             WG, x_smem, w_smem, full, empty, meta_ptr + column + offs_row, sums_ptr + offs_m, padded_n, first, last,
-            done, BLOCK_M, STAGES, FORM, SCALE_FP16, MULTIPLIERS, MMA,
+            done, run * of_tile // runs, of_tile, padded_k // 256, BLOCK_M, STAGES, FORM, SCALE_FP16, MULTIPLIERS, MMA,
+            FOLDS,
         )  # fmt: skip
         done += (last - first) * 2
         is_last = True
-        if not ADDS:  # partials [parts, rows, padded_n]
-            part_at = partial_ptr + part * rows * padded_n
+        if not ADDS:  # partials [runs, rows, padded_n]
+            part_at = partial_ptr + run * rows * padded_n
             _store_part(acc_a, part_at, column, rows, padded_n, BLOCK_M)
             _store_part(acc_b, part_at, column + 64, rows, padded_n, BLOCK_M)
-            if part == parts - 1:  # tiles of fewer parts than others
-                for missing in range(parts, gl.maximum(split, tail_split)):
+            if run == runs - 1:  # tiles of fewer runs than others
+                for missing in range(runs, gl.maximum(split, tail_split)):
                     part_at = partial_ptr + missing * rows * padded_n
                     zeros = gl.zeros([64, BLOCK_M], gl.float32, MMA)
                     _store_part(zeros, part_at, column, rows, padded_n, BLOCK_M)
                     _store_part(zeros, part_at, column + 64, rows, padded_n, BLOCK_M)
         elif MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
-            if parts > 1:
-                # partials [parts, padded_n, BLOCK_M]
+            if runs > 1:
+                # partials [runs, padded_n, BLOCK_M]
                 at = offs_row.expand_dims(1) * BLOCK_M + offs_m.expand_dims(0)
                 tile_ptr = partial_ptr + place * (BLOCK_M * 128)
-                gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at, acc_a)
-                gl.store(tile_ptr + part * (BLOCK_M * padded_n) + at + 64 * BLOCK_M, acc_b)
+                gl.store(tile_ptr + run * (BLOCK_M * padded_n) + at, acc_a)
+                gl.store(tile_ptr + run * (BLOCK_M * padded_n) + at + 64 * BLOCK_M, acc_b)
                 gl.thread_barrier()  # every thread's partials are written before the arrival is counted
                 arrived = gl.atomic_add(counter_ptr + place, 1, sem="acq_rel")
-                is_last = arrived == parts - 1
+                is_last = arrived == runs - 1
                 if is_last:
                     gl.store(counter_ptr + place, 0)
                     acc_a = gl.zeros([64, BLOCK_M], gl.float32, MMA)
                     acc_b = gl.zeros([64, BLOCK_M], gl.float32, MMA)
                     for p in gl.static_range(MOST):
-                        is_part = (offs_row >= 0).expand_dims(1) & (p < parts)
-                        acc_a += gl.load(tile_ptr + at, mask=is_part, other=0.0)
-                        acc_b += gl.load(tile_ptr + at + 64 * BLOCK_M, mask=is_part, other=0.0)
+                        is_run = (offs_row >= 0).expand_dims(1) & (p < runs)
+                        acc_a += gl.load(tile_ptr + at, mask=is_run, other=0.0)
+                        acc_b += gl.load(tile_ptr + at + 64 * BLOCK_M, mask=is_run, other=0.0)
                         tile_ptr += BLOCK_M * padded_n
         if ADDS and is_last:
             _finish(acc_a, out_ptr, bias_ptr, residual_ptr, column, rows, n_out,
@@ -313,10 +317,10 @@ def _multiply(
 @gluon.jit
 def _sum_groups(
     WG: gl.constexpr, x_smem, w_smem, full, empty, meta, sums_ptrs, padded_n, first, last, done,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
-    MULTIPLIERS: gl.constexpr, MMA: gl.constexpr,
+    part, parts, steps, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
+    MULTIPLIERS: gl.constexpr, MMA: gl.constexpr, FOLDS: gl.constexpr,
 ):  # fmt: skip
-    """The sums [64, BLOCK_M] of both halves of 128 columns over a unit's part of K."""
+    """The sums [64, BLOCK_M] of both halves of 128 columns over a unit's run of parts, from `part` on of `parts`."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 128], [4, 0]], [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[1, 0], [2, 0]], [], [8, 256]
@@ -330,6 +334,8 @@ def _sum_groups(
     acc_a = gl.zeros([64, BLOCK_M], gl.float32, MMA)
     acc_b = gl.zeros([64, BLOCK_M], gl.float32, MMA)
     zero = gl.zeros([64, BLOCK_M], gl.float32, MMA)
+    total_a = zero
+    total_b = zero
     row_words = padded_n * (1 if FORM == 0 else 2)  # of a step
     next_a = _words(meta, first * row_words, padded_n, FORM)
     next_b = _words(meta, first * row_words + 64, padded_n, FORM)
@@ -357,18 +363,27 @@ def _sum_groups(
             d_b, acc_a = warpgroup_mma_wait(0, deps=[d_b, acc_a])  # acc_a is added while the second half multiplies
             mbarrier.arrive(empty.index(stage), count=1)
             acc_b = _add(acc_b, d_b, words_b[j], factor, inverse, sums, MAGIC, FORM, SCALE_FP16)
+        if FOLDS:  # noqa: SIM102 - decided when compiling, the next one when running
+            if step + 1 == (part + 1) * steps // parts:
+                total_a += acc_a
+                total_b += acc_b
+                acc_a = zero
+                acc_b = zero
+                part += 1
+    if FOLDS:
+        return total_a, total_b
     return acc_a, acc_b
 
 
-@gluon.jit(do_not_specialize=["rows", "tiles", "tail_tiles", "split", "tail_split"])
+@gluon.jit(do_not_specialize=["rows", "tiles", "tail_tiles", "split", "tail_split", "parts", "tail_parts"])
 def _w4a16_hopper_kernel(
     x_desc, w_desc, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
-    rows, n_out, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
+    rows, n_out, padded_n, padded_k, tiles, tail_tiles, split, tail_split, parts, tail_parts,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, MULTIPLIERS: gl.constexpr,
-    ADDS: gl.constexpr,
+    ADDS: gl.constexpr, FOLDS: gl.constexpr,
 ):  # fmt: skip
-    """Units, tiles [128 * MULTIPLIERS, BLOCK_M] of W x.T over one part of K, one after another in each program; as many
+    """Units, tiles [128 * MULTIPLIERS, BLOCK_M] of W x.T over one run of K, one after another in each program; as many
     programs as run at once. Arguments and units as in `_w4a16_kernel`."""
     dtype: gl.constexpr = x_desc.dtype
     _gdc_launch_dependents()
@@ -385,10 +400,12 @@ def _w4a16_hopper_kernel(
             [
                 (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
                              partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2, ADDS)),
+                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                             HAS_RESIDUAL, SILU, 2, ADDS, FOLDS)),
                 (_multiply, (1, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
                              partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 2, ADDS)),
+                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                             HAS_RESIDUAL, SILU, 2, ADDS, FOLDS)),
                 (_load, (x_desc, w_desc, meta_ptr, x_smem, w_smem, full, empty, padded_n, tiles, tail_tiles, split,
                          tail_split, padded_k, BLOCK_M, STAGES, FORM, 2)),
             ],
@@ -400,7 +417,8 @@ def _w4a16_hopper_kernel(
             [
                 (_multiply, (0, x_smem, w_smem, full, empty, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr,
                              partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS, HAS_RESIDUAL, SILU, 1, ADDS)),
+                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                             HAS_RESIDUAL, SILU, 1, ADDS, FOLDS)),
                 (_load, (x_desc, w_desc, meta_ptr, x_smem, w_smem, full, empty, padded_n, tiles, tail_tiles, split,
                          tail_split, padded_k, BLOCK_M, STAGES, FORM, 1)),
             ],

@@ -2,8 +2,9 @@
 
 Each output row is bitwise the same whatever the number of rows: the order of K, the split of K, the form in which
 scales enter and the matrix instruction depend on the weight's shape alone; only rows a tile, columns a tile and warps
-follow the number of rows. Split-K writes fp32 partials and the last program of a tile adds them in order.
-More rows than 64 (prefill) go through `w4_prefill`. `pack_w4` (w4_layout) makes the weight.
+follow the number of rows. Split-K writes fp32 partials and the last program of a tile adds them in order; few rows
+take `w4_rows`, where tuned, which has all of K in one program. More rows than 64 (prefill) go through `w4_prefill`.
+`pack_w4` (w4_layout) makes the weight.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specq_kernels import configs
-from specq_kernels.group_sums import group_sums, sums_shape
+from specq_kernels.group_sums import Sides, sums_shape
+from specq_kernels.group_sums import sides as make_sides
+from specq_kernels.lane_order import has_lanes, lanes_rows
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, runs_kernel, wide
 from specq_kernels.w4_device import (
     codes_tile,
@@ -34,60 +37,67 @@ def w4a16(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    sums: Tensor | None = None,
+    sides: Sides | None = None,
     out_dtype: torch.dtype | None = None,
     config: configs.Config | None = None,
 ) -> Tensor:
     """x @ W.T + bias + residual, [rows, N], in `out_dtype` (x's dtype when None; float32 for logits), rounded once.
 
-    x fp16 or bf16 [rows, K]; bias [N] and residual [rows, N] in x's dtype; `sums` is `group_sums(x, group)` where the
-    producer of x has them already. `config` is for tuning. Raises ValueError naming the argument.
+    x fp16 or bf16 [rows, K]; bias [N] and residual [rows, N] in x's dtype; `sides` is `sides(x, group)` where the
+    producer of x has them already, lanes included where `reads_lanes`. `config` is for tuning. Raises ValueError naming
+    the argument.
     """
     if weight.is_gate_up:
         raise ValueError("weight: gate and up are interleaved, use w4a16_silu")
-    return _product(x, weight, bias, residual, sums, out_dtype, config)
+    return _product(x, weight, bias, residual, sides, out_dtype, config)
 
 
 def w4a16_silu(
     x: Tensor,
     weight: W4Weight,
     *,
-    sums: Tensor | None = None,
+    sides: Sides | None = None,
     config: configs.Config | None = None,
 ) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), [rows, N/2], of a weight packed with is_gate_up; arguments as in `w4a16`."""
     if not weight.is_gate_up:
         raise ValueError("weight: not packed with is_gate_up")
-    return _product(x, weight, None, None, sums, None, config)
+    return _product(x, weight, None, None, sides, None, config)
 
 
 def w4a16_parts(
-    x: Tensor, weight: W4Weight, *, sums: Tensor | None = None, config: configs.Config | None = None
+    x: Tensor, weight: W4Weight, *, sides: Sides | None = None, config: configs.Config | None = None
 ) -> Tensor:
-    """The product with its parts of K not yet added, fp32 [parts, rows, padded N], for a kernel that adds as it reads.
+    """The product with its runs of K not yet added, fp32 [runs, rows, padded N], for a kernel that adds as it reads.
 
-    `sum_parts_ref` of it is `w4a16` bit for bit; how many parts depends on the weight's shape alone. Arguments as in
-    `w4a16`; where no kernel runs it is one part, in the type of the definition.
+    `sum_parts_ref` of it is `w4a16` bit for bit. Arguments as in `w4a16`; where no kernel runs it is one part, in the
+    type of the definition. Where `count_parts` is 1 there is nothing to leave: use `w4a16`.
     """
     if weight.is_gate_up:
         raise ValueError("weight: gate and up are interleaved, use w4a16_silu")
-    sums = _checked(x, weight, sums)
     n, padded_n = weight.shape[0], weight.padded[0]
-    if sums is None:
+    if not _runs(x, weight):
         return torch.nn.functional.pad(w4a16_ref(x, weight, out_dtype=wide(x).dtype), (0, padded_n - n)).unsqueeze(0)
     config = config or _config(x, weight)
+    if config.get("lanes"):
+        raise ValueError("config: w4_rows leaves no parts")
     _, _, split, tail_split = _units(weight, config)
     parts = x.new_empty(max(split, tail_split), x.shape[0], padded_n, dtype=torch.float32)
-    _launch(x, weight, sums, None, None, parts, config, adds=False)
+    _launch(x, weight, _checked(x, weight, sides, config).sums, None, None, parts, config, adds=False)
     return parts
 
 
 def count_parts(x: Tensor, weight: W4Weight) -> int:
     """How many parts `w4a16_parts` leaves."""
-    if not runs_kernel(x):
+    if not runs_kernel(x) or reads_lanes(x, weight):
         return 1
     _, _, split, tail_split = _units(weight, _config(x, weight))
     return max(split, tail_split)
+
+
+def reads_lanes(x: Tensor, weight: W4Weight) -> bool:
+    """Whether the product of x, of which only rows, dtype and device count, reads it in lane order (`w4_rows`)."""
+    return runs_kernel(x) and x.shape[0] <= MAX_ROWS and bool(_config(x, weight).get("lanes"))
 
 
 def sum_parts_ref(
@@ -131,46 +141,64 @@ def _product(
     weight: W4Weight,
     bias: Tensor | None,
     residual: Tensor | None,
-    sums: Tensor | None,
+    sides: Sides | None,
     out_dtype: torch.dtype | None,
     config: configs.Config | None,
 ) -> Tensor:
     n = weight.shape[0]
     n_out = n // 2 if weight.is_gate_up else n
-    sums = _checked(x, weight, sums)
+    runs = _runs(x, weight)
     rows = x.shape[0]
     for name, term, shape in (("bias", bias, (n,)), ("residual", residual, (rows, n_out))):
         if term is not None:
             check_tensor(name, term, shape=shape, dtype=x.dtype, device=x.device)
-    if sums is None:
+    if not runs:
         return w4a16_ref(x, weight, bias=bias, residual=residual, out_dtype=out_dtype)
+    config = config or _config(x, weight)
+    sides = _checked(x, weight, sides, config)
     out = torch.empty(rows, n_out, dtype=out_dtype or x.dtype, device=x.device)
-    _launch(x, weight, sums, bias, residual, out, config or _config(x, weight))
+    if config.get("lanes"):
+        from specq_kernels import w4_rows  # needs Triton's gluon
+
+        w4_rows.launch(sides, weight, bias, residual, out, config, rows=rows, early=has_dependent_launch(x))
+    else:
+        _launch(x, weight, sides.sums, bias, residual, out, config)
     return out
 
 
-def _checked(x: Tensor, weight: W4Weight, sums: Tensor | None) -> Tensor | None:
-    """The group sums of x for the kernel, None where the definition runs; ValueError where neither does."""
+def _runs(x: Tensor, weight: W4Weight) -> bool:
+    """Whether the kernel runs x, the definition otherwise; ValueError where neither does."""
     check_tensor("x", x, shape=(None, weight.shape[1]), device=weight.device)
     if not runs_kernel(x):
-        return None
+        return False
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise ValueError(f"x: {x.shape[0]} rows, the kernel takes 1 to {MAX_ROWS}")
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"x: dtype is {x.dtype}, expected torch.float16 or torch.bfloat16")
-    if sums is None:
-        sums = group_sums(x, weight.group_size)
-    check_tensor("sums", sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
-    return sums
+    return True
+
+
+def _checked(x: Tensor, weight: W4Weight, sides: Sides | None, config: configs.Config) -> Sides:
+    """The sides of x that the kernel of this config reads, made here where not given."""
+    needs_lanes = bool(config.get("lanes"))
+    if sides is None or (needs_lanes and sides.lanes is None):
+        sides = make_sides(x, weight.group_size, lanes=needs_lanes)
+    check_tensor("sides.sums", sides.sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
+    if needs_lanes:
+        if sides.lanes is None or weight.group_size != 128 or weight.form == "two-level":
+            raise ValueError("config: w4_rows takes groups of 128 of one level and columns that need no padding")
+        entries = lanes_rows(x.shape[0]) * x.shape[1]
+        check_tensor("sides.lanes", sides.lanes, shape=(entries,), dtype=x.dtype, device=x.device)
+    return sides
 
 
 def _config(x: Tensor, weight: W4Weight) -> configs.Config:
     n, k = weight.padded
-    return configs.product_config("w4a16", x, n=n, k=k, group=weight.group_size)
+    return configs.product_config("w4a16", x, n=n, k=k, group=weight.group_size, lanes=has_lanes(weight.shape[1]))
 
 
 def _units(weight: W4Weight, config: configs.Config) -> tuple[int, int, int, int]:
-    """(tiles, tail_tiles, split, tail_split): the first tiles are summed in `split` parts of K, the others finer."""
+    """(tiles, tail_tiles, split, tail_split): the first tiles are summed in `split` runs of parts, the others finer."""
     split, tail_split, tail_from = configs.split_of(config, n=weight.padded[0], k=weight.padded[1])
     block_n = config["block_n"]
     return tail_from // block_n, (weight.padded[0] - tail_from) // block_n, split, tail_split
@@ -191,25 +219,26 @@ def _launch(
     (rows, k), (padded_n, padded_k) = x.shape, weight.padded
     units = tiles, tail_tiles, split, tail_split = _units(weight, config)
     most = max(split, tail_split)
+    parts, tail_parts = configs.parts_of(config, n=padded_n, k=padded_k)
     partials = out
     if adds:
         partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
     if config.get("roles"):
         from specq_kernels import w4_hopper  # needs sm_90 and Triton's gluon
 
-        w4_hopper.launch(x, weight, sums, bias, residual, out, partials, units, config, adds=adds)
+        w4_hopper.launch(x, weight, sums, bias, residual, out, partials, units, (parts, tail_parts), config, adds=adds)
         return
     early = has_dependent_launch(x)
     _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
         x, weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, partials, weight.counters,
-        rows, out.shape[-1], k, padded_n, padded_k, *units,
+        rows, out.shape[-1], k, padded_n, padded_k, *units, parts, tail_parts,
         GROUP=weight.group_size, FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16,
         BLOCK_N=config["block_n"], BLOCK_M=config["block_m"], MOST=configs.split_bound(most),
         STEP=config.get("step", 256), STAGES=config["stages"], HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, EVEN_K=k == padded_k,
         EVEN_M=rows == config["block_m"], PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early,
-        DIRECT=bool(config.get("direct", 0)), ADDS=adds,
+        DIRECT=bool(config.get("direct", 0)), ADDS=adds, FOLDS=parts > split or tail_parts > tail_split,
         **configs.launch_options(config, early=early),
     )  # fmt: skip
 
@@ -221,20 +250,22 @@ def _launch(
         "tail_tiles",
         "split",
         "tail_split",
+        "parts",
+        "tail_parts",
     ]
 )
 def _w4a16_kernel(
     x_ptr, w_ptr, meta_ptr, sums_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
-    rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split,
+    rows, n_out, k_size, padded_n, padded_k, tiles, tail_tiles, split, tail_split, parts, tail_parts,
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
-    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr, ADDS: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr, ADDS: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_N, BLOCK_M] of W x.T over one part of K; layout of `w` and `meta` in w4_layout.
+    """One tile [BLOCK_N, BLOCK_M] of W x.T over one run of parts of K; layout of `w` and `meta` in w4_layout.
 
-    The first `tiles` tiles are cut into `split` parts, the `tail_tiles` after them into `tail_split`: finer units at
-    the end even out the last wave of programs.
+    The first `tiles` tiles are cut into `split` runs, the `tail_tiles` after them into `tail_split`: finer units at
+    the end even out the last wave of programs. A run has several parts where it FOLDS.
 
     The matrix instruction multiplies codes plus MAGIC (exact in 16 bits) by x; per group
     acc += (dot - (MAGIC + zero) * sum(x)) * scale, so that neither subtraction nor scale is paid per weight.
@@ -249,7 +280,7 @@ def _w4a16_kernel(
 
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    pid_n, pid_k, parts, first, last = unit_range(tl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
+    pid_n, pid_k, runs, first, last = unit_range(tl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
     row_words = padded_k * 2  # of 16 rows
     w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_words + tl.arange(0, 128)[None, :]
     if DIRECT:
@@ -262,6 +293,11 @@ def _w4a16_kernel(
     factor = tl.where(offs_row % 16 < 8, 1.0, HIGH_ROWS)
     inverse = tl.where(offs_row % 16 < 8, 1.0, 1.0 / HIGH_ROWS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if FOLDS:
+        total = acc
+        of_tile = tl.where(pid_n < tiles, parts, tail_parts)
+        part = pid_k * of_tile // runs
+        end = (part + 1) * (padded_k // 256) // of_tile * PASSES
     for step in tl.range(first * PASSES, last * PASSES, num_stages=STAGES):
         if not DIRECT:
             c0, c1, c2, c3 = load_chunks(w_ptrs, step, STEP, DIRECT)
@@ -301,6 +337,14 @@ def _w4a16_kernel(
                              GROUP, BLOCK_M, EVEN_K, EVEN_M, FORM >= 2)  # fmt: skip
         if DIRECT:
             c0, c1, c2, c3 = load_chunks(w_ptrs, tl.minimum(step + 1, last * PASSES - 1), STEP, DIRECT)
+        if FOLDS:  # noqa: SIM102 - decided when compiling, the next one when running
+            if step + 1 == end:
+                total += acc
+                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+                part += 1
+                end = (part + 1) * (padded_k // 256) // of_tile * PASSES
+    if FOLDS:
+        acc = total
 
     is_last = ADDS
     if not ADDS:  # partials [parts, rows, padded_n]
@@ -308,14 +352,13 @@ def _w4a16_kernel(
         at = offs_m[None, :] * padded_n + offs_n[:, None]
         mask = (offs_m < rows)[None, :]
         tl.store(partial_ptr + pid_k * rows * padded_n + at, acc, mask=mask)
-        if pid_k == parts - 1:  # tiles of fewer parts than others
-            for part in range(parts, tl.maximum(split, tail_split)):
-                tl.store(
-                    partial_ptr + part * rows * padded_n + at, tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), mask=mask
-                )
+        if pid_k == runs - 1:  # tiles of fewer runs than others
+            zero = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for missing in range(runs, tl.maximum(split, tail_split)):
+                tl.store(partial_ptr + missing * rows * padded_n + at, zero, mask=mask)
     elif MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
-        if parts > 1:
-            # partials [parts, padded_n / BLOCK_N, BLOCK_M, BLOCK_N]: offsets in a tile are constants
+        if runs > 1:
+            # partials [runs, padded_n / BLOCK_N, BLOCK_M, BLOCK_N]: offsets in a tile are constants
             offs_m = tl.arange(0, BLOCK_M)
             at = offs_m[None, :] * BLOCK_N + offs_row[:, None]
             mask = (offs_m < rows)[None, :]
@@ -323,12 +366,12 @@ def _w4a16_kernel(
             tl.store(tile_ptr + pid_k * (BLOCK_M * padded_n) + at, acc, mask=mask)
             tl.debug_barrier()  # every thread's partials are written before the arrival is counted
             arrived = tl.atomic_add(counter_ptr + pid_n, 1, sem="acq_rel")
-            is_last = arrived == parts - 1
+            is_last = arrived == runs - 1
             if is_last:
                 tl.store(counter_ptr + pid_n, 0)
                 acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-                for part in tl.static_range(MOST):
-                    acc += tl.load(tile_ptr + at, mask=mask & (part < parts), other=0.0)
+                for run in tl.static_range(MOST):
+                    acc += tl.load(tile_ptr + at, mask=mask & (run < runs), other=0.0)
                     tile_ptr += BLOCK_M * padded_n
     if is_last:
         store_tile(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,

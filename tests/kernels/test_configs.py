@@ -35,9 +35,14 @@ def test_shipped_tables_name_tiles_that_divide_their_columns(path: Path) -> None
         n, k = (int(size) for size in key.split("g")[0].split("x"))
         split, tail_split, tail_from = configs.split_of(entry, n=n, k=k)
         assert (split, tail_split) == (entry["split"], entry["tail_split"])  # none was cut down to K
-        assert set(entry["rows"]) == {"16", "32", "64"}
-        for tile in entry["rows"].values():
-            assert tail_from % tile["block_n"] == 0 == n % tile["block_n"]
+        assert entry["parts"] in tune.parts_for(entry)
+        assert set(entry["rows"]) - {"8"} == {"16", "32", "64"}
+        for rows, tile in entry["rows"].items():
+            if tile.get("lanes"):
+                allowed = tune.lanes_configs(int(rows), entry["parts"], n)
+                assert {"block_m": int(rows), **tile} in [{**fits, "us": tile["us"]} for fits in allowed]
+            else:
+                assert tail_from % tile["block_n"] == 0 == n % tile["block_n"]
 
 
 def test_the_users_file_wins_over_the_shipped_one(own_cache: Path) -> None:
@@ -77,6 +82,32 @@ def test_a_tuned_table_of_both_kernels_is_read_back_by_both(own_cache: Path, mon
             config = configs.product_config(kernel, RowsOnGpu(rows), n=512, k=4096, group=group)
             assert {"block_m", "block_n", "warps", "stages", *splits[kernel]} <= set(config)
             assert rows <= config["block_m"]
+
+
+def test_tiles_for_few_rows_are_read_where_x_can_be_had_in_lane_order(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configs, "device_name", lambda index: "Some GPU")
+    split = {"split": 2, "tail_split": 2, "tail_from": 512}
+    wide = {rows: (10.0, tune.tile_configs("w4a16", rows)[0]) for rows in (16, 32, 64)}
+    few: dict[int, tune.Found] = {
+        parts: {rows: (us, tune.lanes_configs(rows, parts, 512)[0]) for rows in (8, 16)}
+        for parts, us in ((2, 9.0), (8, 5.0))
+    }
+    entry = tune.best_entry([(split, wide), ({**split, "split": 3, "tail_split": 3}, wide)], few)  # 8 / 3 is no number
+    assert entry["parts"] == 8
+    path = configs.user_file("Some GPU")
+    path.parent.mkdir()
+    path.write_text(json.dumps({"w4a16": {"512x4096g128": entry}}))
+    for rows, bucket, has_lanes in ((1, 8, True), (8, 8, True), (9, 16, True), (17, 32, False)):
+        config = configs.product_config("w4a16", RowsOnGpu(rows), n=512, k=4096, group=128, lanes=True)
+        assert (config["block_m"], bool(config.get("lanes"))) == (bucket, has_lanes)
+        assert configs.parts_of(config, n=512, k=4096) == (8, 8)
+        plain = configs.product_config("w4a16", RowsOnGpu(rows), n=512, k=4096, group=128)
+        assert not plain.get("lanes")
+        assert plain["block_m"] == max(16, bucket)
+        assert plain["block_n"] == 64 or rows > 16
+        assert configs.parts_of(plain, n=512, k=4096) == (8, 8)
 
 
 def test_an_untuned_device_is_told_the_command_once(recwarn: pytest.WarningsRecorder) -> None:

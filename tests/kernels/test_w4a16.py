@@ -178,3 +178,16 @@ def test_parts_added_in_order_are_the_product(tail_split: int) -> None:
     added = sum_parts_ref(parts, 240, bias=bias, residual=residual, out_dtype=torch.float16)
     assert torch.equal(added, w4a16(x, weight, bias=bias, residual=residual, config=config))
     assert torch.equal(w4a16_parts(x[:2].contiguous(), weight, config=config), parts[:, :2])
+
+
+def test_parts_of_a_run_are_added_before_the_runs_are() -> None:
+    weight, _ = random_case(240, 2048, 64, "zeros")
+    x = torch.randn(5, 2048).half()
+    tile = {"tail_from": 128, "block_n": 64, "block_m": 16, "stages": 1}
+    single = w4a16_parts(x, weight, config={"split": 8, **tile})
+    for split, tail_split in ((2, 2), (4, 4), (1, 8)):
+        runs = single.unflatten(0, (split, -1))
+        expected = sum_parts_ref(torch.stack([sum_parts_ref(run, 240) for run in runs]), 240, out_dtype=torch.float16)
+        config = {"parts": 8, "split": split, "tail_split": tail_split, **tile}
+        assert torch.equal(w4a16(x, weight, config=config), expected)
+        assert torch.equal(w4a16(x[:2].contiguous(), weight, config=config), expected[:2])

@@ -22,7 +22,7 @@ from specq_kernels.round_rows import round_rows
 from specq_kernels.w4_layout import W4Weight, pack_w4
 from specq_kernels.w4_prefill import w4_prefill
 from specq_kernels.w4a8 import is_faster, product_of, w4a8
-from specq_kernels.w4a16 import count_parts, w4a16, w4a16_parts, w4a16_silu
+from specq_kernels.w4a16 import count_parts, reads_lanes, w4a16, w4a16_parts, w4a16_silu
 from specq_kernels.w8a16 import pack_w8, w8a16
 from specq_kernels.w16a16 import W16Weight, w16a16
 
@@ -86,9 +86,7 @@ class KernelLinear(FourBitProduct):
         if self.order is not None:
             x = x[:, self.order]
         if is_decoding(x):
-            return w4a16(
-                x, self.weight, bias=self.bias, residual=residual, sums=sums_of(sides), out_dtype=self.out_dtype
-            )
+            return w4a16(x, self.weight, bias=self.bias, residual=residual, sides=sides, out_dtype=self.out_dtype)
         y = w4_prefill(x, self.weight, bias=self.bias, residual=residual)
         return y if self.out_dtype is None else y.to(self.out_dtype)
 
@@ -99,7 +97,7 @@ class KernelLinear(FourBitProduct):
         """
         if self.order is not None or self.bias is not None or self.out_dtype is not None:
             return None
-        return w4a16_parts(x, self.weight, sums=sums_of(sides)) if count_parts(x, self.weight) > 1 else None
+        return w4a16_parts(x, self.weight, sides=sides) if count_parts(x, self.weight) > 1 else None
 
 
 class KernelByteLinear(nn.Module):
@@ -140,7 +138,7 @@ class KernelGateUp(FourBitProduct):
             x, sides = rounded(x, act, group=self.sums_group, lanes=self.wants_lanes(x))
         if self.order is not None:
             x = x[:, self.order]
-        return w4a16_silu(x, self.weight, sums=sums_of(sides)) if is_decoding(x) else w4_prefill(x, self.weight)
+        return w4a16_silu(x, self.weight, sides=sides) if is_decoding(x) else w4_prefill(x, self.weight)
 
 
 class DenseKernelLinear(DenseLinear):
@@ -200,16 +198,6 @@ def rounded(x: Tensor, act: str, *, group: int | None, lanes: bool = False) -> t
     if not is_decoding(x):
         return round_prompt(x, act), None
     return round_rows(x, bits=int(act[1:]), group=group, lanes=lanes)
-
-
-def reads_lanes(rows: Tensor, weight: W4Weight) -> bool:
-    """Whether the product of so many rows reads x in lane order: no kernel of today does."""
-    return False
-
-
-def sums_of(sides: Sides | None) -> Tensor | None:
-    """What the products of today take of the sides."""
-    return None if sides is None else sides.sums
 
 
 def has_kernel(weight: PackedWeight) -> bool:

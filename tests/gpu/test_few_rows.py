@@ -1,0 +1,70 @@
+"""The product for few rows, and parts of K folded inside a program: bits of the plain kernel, whatever the tile."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from specq_kernels.tune import lanes_configs, runs_roles
+from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
+
+from .test_kernels import TOLERANCE, error, random_weight
+
+pytestmark = pytest.mark.gpu
+
+PLAIN = {"block_n": 64, "warps": 4, "stages": 2}
+CASES = [  # n, k, form, dtype, parts, split, tail_split
+    (512, 4096, "symmetric", torch.bfloat16, 8, 4, 4),
+    (384, 4096, "zeros", torch.float16, 12, 3, 3),
+    (256, 14336, "symmetric", torch.bfloat16, 24, 6, 6),
+    (512, 2560, "minima", torch.bfloat16, 4, 1, 4),  # shares of K of different length
+    (512, 8192, "symmetric", torch.float16, 2, 1, 2),
+    (256, 1792, "symmetric", torch.bfloat16, 6, 2, 2),
+    (1008, 2048, "zeros", torch.bfloat16, 8, 8, 8),  # padded columns
+]
+
+
+@pytest.mark.parametrize(("n", "k", "form", "dtype", "parts", "split", "tail_split"), CASES)
+def test_few_rows_have_the_bits_of_the_plain_kernel(
+    n: int, k: int, form: str, dtype: torch.dtype, parts: int, split: int, tail_split: int
+) -> None:
+    law = {"parts": parts, "split": split, "tail_split": tail_split, "tail_from": 128}
+    weight, gate_up = (random_weight(n, k, 128, form, is_gate_up=is_gate_up) for is_gate_up in (False, True))
+    x, residual = torch.randn(16, k, device="cuda", dtype=dtype), torch.randn(16, n, device="cuda", dtype=dtype)
+    bias = residual[0]
+    for rows in (1, 2, 5, 8, 9, 16):
+        few = x[:rows].contiguous()
+        calls = [
+            partial(w4a16, few, weight, bias=bias, residual=residual[:rows].contiguous()),
+            partial(w4a16, few, weight, out_dtype=torch.float32),
+            partial(w4a16_silu, few, gate_up),
+        ]
+        tiles = lanes_configs(8 if rows <= 8 else 16, parts, weight.padded[0])[::7]
+        for call in calls:
+            expected = call(config={**law, **PLAIN, "block_m": 16})
+            for tile in tiles:
+                assert torch.equal(call(config={**law, **tile}), expected), (rows, tile)
+    assert error(w4a16(x, weight, config={**law, **tiles[0]}), w4a16_ref(x.double(), weight)) < TOLERANCE[dtype]
+    assert not weight.counters.any()
+
+
+@pytest.mark.parametrize(("n", "k", "form", "dtype", "parts", "split", "tail_split"), CASES)
+def test_parts_folded_in_a_program_have_the_same_bits_in_every_kernel(
+    n: int, k: int, form: str, dtype: torch.dtype, parts: int, split: int, tail_split: int
+) -> None:
+    if not runs_roles(128):
+        pytest.skip("not a Hopper GPU")
+    law = {"parts": parts, "split": split, "tail_split": tail_split, "tail_from": 256}
+    weight = random_weight(n, k, 128, form)
+    x = torch.randn(64, k, device="cuda", dtype=dtype)
+    whole = w4a16(x, weight, config={**law, **PLAIN, "block_m": 64})
+    for rows, block_m in ((3, 16), (16, 16), (30, 32), (60, 64)):
+        few = x[:rows].contiguous()
+        for tile in (PLAIN, *({"block_n": block_n, "stages": 4, "roles": 1} for block_n in (128, 256))):
+            assert torch.equal(w4a16(few, weight, config={**law, **tile, "block_m": block_m}), whole[:rows]), (
+                rows,
+                tile,
+            )
+    assert error(whole, w4a16_ref(x.double(), weight)) < TOLERANCE[dtype]
