@@ -1,6 +1,7 @@
 """Times the 4-bit product beside its floor, targets and peers: `python -m specq_kernels.bench_w4a16 [8b] [70b]`.
 
-Microseconds a call, median of 7 replays of a CUDA graph that rotates over at least 300 MB of weights. The floor is the
+Microseconds a call, median of 7 replays of a CUDA graph that rotates over at least 300 MB of weights and over five
+inputs, so that none lies in a multiprocessor's L1 from the call before, as none does in decoding. The floor is the
 weight's bytes over the copy bandwidth measured first. "layer" is the sum of a layer's four products; "chain" runs the
 four one after another, as decoding does. Group sums of x and, where read, x in lane order are given, as the kernel
 before emits them. The peers are cuBLAS on bf16 weights, torch's int4 product and humming-kernels, if installed.
@@ -9,19 +10,19 @@ before emits them. The peers are cuBLAS on bf16 weights, torch's int4 product an
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 import triton
 
-from specq_kernels.group_sums import Sides, sides
 from specq_kernels.launch import device_name
 from specq_kernels.peers import GROUP, PEERS, has_humming
 from specq_kernels.timing import copies_for, copy_bandwidth, graph_us, require_cuda
-from specq_kernels.tune import LAYERS, random_w4
+from specq_kernels.tune import LAYERS, random_w4, rotated_inputs
 from specq_kernels.w4_layout import W4Weight
-from specq_kernels.w4a16 import reads_lanes, w4a16
+from specq_kernels.w4a16 import w4a16
 
 ROWS = (1, 4, 8, 16, 32, 64)
 TARGETS = {  # microseconds of a layer by rows: (must, aim)
@@ -59,8 +60,9 @@ def bench_layer(model: str, rows: Sequence[int], peers: Sequence[str], bandwidth
         for peer in peers:
             calls = PEERS[peer](n, k)
             for m in rows:
-                x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-                times[m].append(graph_us([partial(call, x) for call in calls]) if calls else float("nan"))
+                inputs = itertools.cycle([x for x, _ in rotated_inputs(m, k, GROUP, torch.bfloat16)])
+                used = [partial(call, x) for call, x in zip(calls or (), inputs, strict=False)]
+                times[m].append(graph_us(used) if used else float("nan"))
             del calls
         for m in rows:
             print_line(f"{model} {name} ({k},{n})", m, times[m])
@@ -73,24 +75,18 @@ def bench_layer(model: str, rows: Sequence[int], peers: Sequence[str], bandwidth
 
 def product_us(weights: Sequence[W4Weight], rows: int) -> float:
     """Microseconds of our product."""
-    x = torch.randn(rows, weights[0].shape[1], device="cuda", dtype=torch.bfloat16)
-    beside = sides_for(x, weights[0])
-    return graph_us([partial(w4a16, x, w, sides=beside) for w in weights])
-
-
-def sides_for(x: torch.Tensor, weight: W4Weight) -> Sides:
-    """What the product reads beside x."""
-    return sides(x, GROUP, lanes=reads_lanes(x, weight))
+    inputs = itertools.cycle(rotated_inputs(rows, weights[0].shape[1], GROUP, torch.bfloat16))
+    return graph_us([partial(w4a16, x, w, sides=s) for w, (x, s) in zip(weights, inputs, strict=False)])
 
 
 def chain_us(weights: dict[str, list[W4Weight]], shapes: dict[str, tuple[int, int]], rows: int) -> float:
     """Microseconds of a layer's four products run one after another."""
-    inputs = {name: torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for name, (_, k) in shapes.items()}
-    beside = {name: sides_for(x, weights[name][0]) for name, x in inputs.items()}
+    inputs = {name: rotated_inputs(rows, k, GROUP, torch.bfloat16) for name, (_, k) in shapes.items()}
 
     def layer(i: int) -> None:
         for name, copies in weights.items():
-            w4a16(inputs[name], copies[i % len(copies)], sides=beside[name])
+            x, beside = inputs[name][i % len(inputs[name])]
+            w4a16(x, copies[i % len(copies)], sides=beside)
 
     return graph_us([partial(layer, i) for i in range(8)])
 

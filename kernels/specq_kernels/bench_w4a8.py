@@ -13,21 +13,20 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import torch
 import triton
 
 from specq_kernels import configs
 from specq_kernels.act_codes import Codes, round_codes
-from specq_kernels.bench_w4a16 import rotated_weights, sides_for
+from specq_kernels.bench_w4a16 import product_us, rotated_weights
 from specq_kernels.launch import device_name, row_bucket
 from specq_kernels.peers import GROUP
 from specq_kernels.timing import graph_us, require_cuda
-from specq_kernels.tune import LAYERS, random_w4
+from specq_kernels.tune import LAYERS, random_w4, rotated_inputs
 from specq_kernels.w4_layout import W4Weight
 from specq_kernels.w4a8 import product_of, w4a8
-from specq_kernels.w4a16 import w4a16
 
 ROWS = (1, 4, 8, 16, 32, 64)
 CHANCES = (0.9, 0.95, 0.97, 0.99)
@@ -78,13 +77,16 @@ def bench_layer(model: str, rows: Sequence[int]) -> None:
             if bucket not in best:
                 best[bucket] = fastest(weights, x)
             out = x.new_empty(m, n)
-            codes, beside = round_codes(x, weights[0].padded[1], bits=8), sides_for(x, weights[0])
-            times = [
+            inputs = [pair[0] for pair in rotated_inputs(m, k, GROUP, torch.bfloat16)]
+            codes = [round_codes(x, weights[0].padded[1], bits=8) for x in inputs]
+            times = [product_us(weights, m)] + [
                 graph_us(calls, repeats=5, target_us=800)
                 for calls in (
-                    [partial(w4a16, x, w, sides=beside) for w in weights],
-                    [partial(product_of, codes, w, out, config=best[bucket]) for w in weights],
-                    [partial(w4a8, x, w, config=best[bucket]) for w in weights],
+                    [
+                        partial(product_of, c, w, out, config=best[bucket])
+                        for w, c in zip(weights, cycle(codes), strict=False)
+                    ],
+                    [partial(w4a8, x, w, config=best[bucket]) for w, x in zip(weights, cycle(inputs), strict=False)],
                 )
             ]
             totals[m] = [a + b for a, b in zip(totals[m], times, strict=True)]

@@ -1,7 +1,7 @@
 """Tuned tile sizes: JSON keyed by kernel, shape and device; a conservative default where a device has no entry.
 
 A device's file holds {"<kernel>": {"<n>x<k>[g<group>]": {"parts": 4, "split": 1, "tail_split": 4, "tail_from": 33792,
-"rows": {"8": {"lanes": 1, ...}, "16": {"block_n": 128, "warps": 4, ...}, "32": {...}, "64": {...}}}}}. How K is summed
+"rows": {"4": {"lanes": 1, ...}, "16": {"block_n": 128, "warps": 4, ...}, "32": {...}, "64": {...}}}}}. How K is summed
 is one choice for all row counts, because a row's result must not depend on how many rows there are: in `parts` parts,
 which are added in order within each of `split` runs (`tail_split` for columns from `tail_from` on), then the runs. The
 user's own file (written by `python -m specq_kernels.tune`) wins over the one in the package.
@@ -23,7 +23,7 @@ from torch import Tensor
 from specq_kernels.launch import device_name, interpreted, num_multiprocessors, row_bucket
 
 Config = dict[str, int]
-FEW_ROWS = 8  # an entry may have tiles for up to so many rows, below the least of ROW_BUCKETS
+LEAST_LANES = 8  # rows of the least tile that reads lane order; an entry may have such tiles for any number of rows
 DEFAULT_TILES: dict[str, dict[int, Config]] = {  # each fits 48 KB of shared memory
     "w4a16": {
         16: {"block_n": 64, "warps": 4, "stages": 3},
@@ -52,12 +52,14 @@ def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None 
         split = default_split(n, k, num_multiprocessors(x.device.index))
         return {"split": split, "block_m": bucket, **DEFAULT_TILES[kernel][bucket]}
     splits = {key: value for key, value in entry.items() if key != "rows"}  # w16a16 has no tail
-    if lanes and x.shape[0] <= FEW_ROWS and str(FEW_ROWS) in entry["rows"]:
-        bucket = FEW_ROWS
+    rows = min(int(count) for count in entry["rows"] if int(count) >= x.shape[0])
+    tile = entry["rows"][str(rows)]
+    if not tile.get("lanes"):
+        return {**splits, "block_m": bucket, **entry["rows"][str(bucket)]}
+    if lanes:
+        return {**splits, "block_m": max(rows, LEAST_LANES), **tile}
     tile = entry["rows"][str(bucket)]
-    if tile.get("lanes") and not lanes:
-        tile = DEFAULT_TILES[kernel][bucket]
-    return {**splits, "block_m": bucket, **tile}
+    return {**splits, "block_m": bucket, **(DEFAULT_TILES[kernel][bucket] if tile.get("lanes") else tile)}
 
 
 def split_of(config: Config, *, n: int, k: int) -> tuple[int, int, int]:

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from specq_kernels import configs
-from specq_kernels.group_sums import sides
-from specq_kernels.lane_order import has_lanes
+from specq_kernels.group_sums import Sides, sides
+from specq_kernels.lane_order import has_lanes, lanes_rows
 from specq_kernels.launch import ROW_BUCKETS, device_capability, device_name, num_multiprocessors
 from specq_kernels.timing import copies_for, graph_us, require_cuda
 from specq_kernels.w4_layout import STEP, W4Weight, pack_w4
@@ -47,7 +47,7 @@ W4_TILES = {  # by rows, the first of each for every split; registers 0 is the c
 }  # fmt: skip
 W4_ROLES = {16: ((256, 10), (128, 8)), 32: ((256, 8), (128, 6)), 64: ((256, 6), (128, 4))}  # block_n, stages: w4_hopper
 LANES_NAMES = ("blocks", "k_warps", "n_warps", "registers", "hold", "once")  # of w4_rows
-LANES_TILES = {
+LANES_TILES = {  # by the most rows
     8: tuple(
         (blocks, k_warps, n_warps, *rest)
         for blocks, k_warps, n_warps in (
@@ -60,18 +60,24 @@ LANES_TILES = {
         for blocks, k_warps, n_warps in ((2, 8, 1), (2, 4, 1), (2, 4, 2), (2, 2, 2), (4, 8, 1), (4, 2, 2))
         for rest in ((0, 1, 0), (0, 1, 1), (128, 1, 0))
     ),
+    32: ((2, 8, 1, 0, 1, 0), (2, 8, 1, 0, 1, 1)),
 }  # fmt: skip
+LANES_ROWS = (4, 8, 16, 32)  # row counts w4_rows is tried for
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of K
 PARTS_A_WARP = 4  # w4_rows keeps so many apart
+INPUT_COPIES = 5
+Timer = Callable[..., float]  # of a config, and of a number of rows if it is not the config's block_m
+Found = dict[int, tuple[float, configs.Config]]  # by rows: microseconds and the tile
 FIRST_TILES = 4  # of each row count, to find the best splits; then every tile for these
 BEST_SPLITS = 4
+BEST_PARTS = 3
 W16_NAMES = ("block_n", "warps", "stages")
 W16_TILES = {
     16: ((64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
     32: ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 5), (128, 8, 4)),
     64: ((64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 4), (256, 8, 3)),
 }
-WEIGHT_OF_ROWS = {8: 3.0, 16: 1.0, 32: 1.0, 64: 1.0}  # decoding mostly verifies few rows
+WEIGHT_OF_ROWS = {4: 3.0, 8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0}  # decoding mostly verifies few rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -122,10 +128,11 @@ def tile_configs(kernel: str, rows: int, *, has_roles: bool = False) -> list[con
 
 
 def lanes_configs(rows: int, parts: int, padded_n: int) -> list[configs.Config]:
-    """Every tile of w4_rows that is tried for 8 or 16 rows and K in so many parts."""
-    named = (dict(zip(LANES_NAMES, tile, strict=True)) for tile in LANES_TILES[rows])
+    """Every tile of w4_rows that is tried for up to 32 rows and K in so many parts."""
+    block_m = lanes_rows(rows)
+    named = (dict(zip(LANES_NAMES, tile, strict=True)) for tile in LANES_TILES[block_m])
     return [
-        {"block_m": rows, "lanes": 1, **tile}
+        {"block_m": block_m, "lanes": 1, **tile}
         for tile in named
         if parts % tile["k_warps"] == 0
         and parts // tile["k_warps"] <= PARTS_A_WARP
@@ -163,36 +170,42 @@ def tune_w4a16(n: int, k: int, group: int, dtype: torch.dtype) -> dict[str, obje
     few = {}
     if group == 128 and has_lanes(k):
         few = few_rows(padded_n, padded_k, {parts for split, _ in promising for parts in parts_for(split)}, measure)
-    return best_entry(promising, few)
+    return best_entry(promising, few, tiles, measure)
 
 
-def w4a16_timer(n: int, k: int, group: int, dtype: torch.dtype) -> Callable[[configs.Config], float]:
-    """Microseconds of a random weight's product by config, with as many rows as it is for."""
+def w4a16_timer(n: int, k: int, group: int, dtype: torch.dtype) -> Timer:
+    """Microseconds of a random weight's product by config, with as many rows as it is for or a number of their own.
+
+    The input changes from call to call, as in decoding: none of it lies in a multiprocessor's L1 beforehand.
+    """
     first = random_w4(n, k, group)
     weights = [first, *(random_w4(n, k, group) for _ in range(copies_for(first.num_bytes()) - 1))]
-    inputs = {rows: torch.randn(rows, k, device="cuda", dtype=dtype) for rows in (configs.FEW_ROWS, *ROW_BUCKETS)}
-    beside = {rows: sides(x, group, lanes=has_lanes(k)) for rows, x in inputs.items()}
+    inputs = {rows: rotated_inputs(rows, k, group, dtype) for rows in sorted({*LANES_ROWS, *ROW_BUCKETS})}
 
-    def measure(config: configs.Config) -> float:
-        x, s = inputs[config["block_m"]], beside[config["block_m"]]
-        calls = [partial(w4a16, x, w, sides=s, config=config) for w in weights]
+    def measure(config: configs.Config, rows: int | None = None) -> float:
+        pairs = itertools.cycle(inputs[rows or config["block_m"]])
+        calls = [partial(w4a16, x, w, sides=s, config=config) for w, (x, s) in zip(weights, pairs, strict=False)]
         return graph_us(calls, repeats=3, target_us=500)
 
     return measure
 
 
-def few_rows(
-    padded_n: int, padded_k: int, parts: set[int], measure: Callable[[configs.Config], float]
-) -> dict[int, Found]:
-    """The fastest tiles of w4_rows for 8 and 16 rows by the number of parts of K; none where K has fewer steps."""
+def rotated_inputs(rows: int, k: int, group: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, Sides]]:
+    """Inputs of a product, more than an L1 holds, with what lies beside each."""
+    inputs = [torch.randn(rows, k, device="cuda", dtype=dtype) for _ in range(INPUT_COPIES)]
+    return [(x, sides(x, group, lanes=has_lanes(k))) for x in inputs]
+
+
+def few_rows(padded_n: int, padded_k: int, parts: set[int], measure: Timer) -> dict[int, Found]:
+    """The fastest tiles of w4_rows for each of LANES_ROWS by the number of parts of K; none where K has fewer steps."""
     return {
         count: {
-            rows: fastest(tiles, {"split": count, "tail_split": count, "tail_from": padded_n}, measure)
-            for rows in LANES_TILES
+            rows: fastest(tiles, {"split": count, "tail_split": count, "tail_from": padded_n}, measure, rows)
+            for rows in LANES_ROWS
             if (tiles := lanes_configs(rows, count, padded_n))
         }
         for count in sorted(parts)
-        if count <= padded_k // STEP
+        if count <= padded_k // STEP and lanes_configs(min(LANES_TILES), count, padded_n)
     }
 
 
@@ -202,17 +215,29 @@ def parts_for(split: configs.Config) -> list[int]:
     return [tail] if tail != run else [parts for parts in PARTS if parts % run == 0]
 
 
-def best_entry(wide: Sequence[tuple[configs.Config, Found]], few: dict[int, Found]) -> dict[str, object]:
-    """The entry of the split, and of the parts for it, with which all row counts together take least."""
+def best_entry(
+    wide: Sequence[tuple[configs.Config, Found]],
+    few: dict[int, Found],
+    tiles: dict[int, list[configs.Config]],
+    measure: Timer,
+) -> dict[str, object]:
+    """The entry of the split, and of the parts for it, with which all row counts together take least.
+
+    Where a run has several parts, the wide kernels fold them as they sum: their tiles are measured so once more.
+    """
     choices = []
-    for split, found in wide:
-        for parts in parts_for(split) if few else [split["tail_split"]]:
-            merged = dict(found)
-            for rows, (us, tile) in few.get(parts, {}).items():
-                if rows not in merged or us < merged[rows][0]:
-                    merged[rows] = us, tile
-            if not few or configs.FEW_ROWS in merged:
-                choices.append((total_us(merged), {"parts": parts, **split} if few else split, merged))
+    for split, whole in wide:
+        for parts in sorted(set(parts_for(split)) & set(few), key=lambda count: few[count][LANES_ROWS[0]][0])[
+            :BEST_PARTS
+        ]:
+            law = {"parts": parts, **split}
+            found = dict(whole if parts == split["split"] else wide_tiles(law, tiles, measure))
+            for rows, pair in few[parts].items():
+                if pair[0] < found[min(have for have in found if have >= rows)][0]:  # tiles for more rows take fewer
+                    found[rows] = pair
+            choices.append((total_us(found), law, found))
+        if not few:
+            choices.append((total_us(whole), split, whole))
     _, split, found = min(choices, key=lambda choice: choice[0])
     return entry_of(split, found)
 
@@ -232,13 +257,10 @@ def tune_w16a16(n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
     return choose(splits, {rows: tile_configs("w16a16", rows) for rows in ROW_BUCKETS}, measure)
 
 
-Found = dict[int, tuple[float, configs.Config]]  # by rows: microseconds and the tile
-
-
 def choose(
     splits: Sequence[configs.Config],
     tiles: dict[int, list[configs.Config]],
-    measure: Callable[[configs.Config], float],
+    measure: Timer,
 ) -> dict[str, object]:
     """How K is split and, for each row count, the fastest tile with its microseconds."""
     split, found = min(most_promising(splits, tiles, measure), key=lambda pair: total_us(pair[1]))
@@ -248,28 +270,32 @@ def choose(
 def most_promising(
     splits: Sequence[configs.Config],
     tiles: dict[int, list[configs.Config]],
-    measure: Callable[[configs.Config], float],
+    measure: Timer,
 ) -> list[tuple[configs.Config, Found]]:
     """The best splits of K and, for each row count, their fastest tile.
 
     A few tiles choose the splits worth a closer look, in which every tile runs.
     """
 
-    def of_split(split: configs.Config, count: int | None) -> Found:
-        return {
-            rows: fastest([c for c in some if split.get("tail_from", 0) % c["block_n"] == 0][:count], split, measure)
-            for rows, some in tiles.items()
-        }
+    promising = sorted(splits, key=lambda split: total_us(wide_tiles(split, tiles, measure, FIRST_TILES)))[:BEST_SPLITS]
+    return [(split, wide_tiles(split, tiles, measure)) for split in promising]
 
-    promising = sorted(splits, key=lambda split: total_us(of_split(split, FIRST_TILES)))[:BEST_SPLITS]
-    return [(split, of_split(split, None)) for split in promising]
+
+def wide_tiles(
+    split: configs.Config, tiles: dict[int, list[configs.Config]], measure: Timer, count: int | None = None
+) -> Found:
+    """The fastest tile under a split for each row count, of the first `count` that fit."""
+    return {
+        rows: fastest([c for c in some if split.get("tail_from", 0) % c["block_n"] == 0][:count], split, measure)
+        for rows, some in tiles.items()
+    }
 
 
 def fastest(
-    tiles: Sequence[configs.Config], split: configs.Config, measure: Callable[[configs.Config], float]
+    tiles: Sequence[configs.Config], split: configs.Config, measure: Timer, *rows: int
 ) -> tuple[float, configs.Config]:
-    """The tile that takes least under a split."""
-    return min(((measure({**split, **tile}), tile) for tile in tiles), key=lambda pair: pair[0])
+    """The tile that takes least under a split, with as many rows as it is for or the number given."""
+    return min(((measure({**split, **tile}, *rows), tile) for tile in tiles), key=lambda pair: pair[0])
 
 
 def total_us(found: Found) -> float:

@@ -220,9 +220,11 @@ def _launch(
     units = tiles, tail_tiles, split, tail_split = _units(weight, config)
     most = max(split, tail_split)
     parts, tail_parts = configs.parts_of(config, n=padded_n, k=padded_k)
+    folds = parts > split or tail_parts > tail_split
     partials = out
     if adds:
-        partials = x.new_empty(most * config["block_m"] * padded_n if most > 1 else 1, dtype=torch.float32)
+        kept = most if most > 1 or folds else 0  # runs that pass through memory
+        partials = x.new_empty(max(1, kept * config["block_m"] * padded_n), dtype=torch.float32)
     if config.get("roles"):
         from specq_kernels import w4_hopper  # needs sm_90 and Triton's gluon
 
@@ -238,7 +240,7 @@ def _launch(
         STEP=config.get("step", 256), STAGES=config["stages"], HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, EVEN_K=k == padded_k,
         EVEN_M=rows == config["block_m"], PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early,
-        DIRECT=bool(config.get("direct", 0)), ADDS=adds, FOLDS=parts > split or tail_parts > tail_split,
+        DIRECT=bool(config.get("direct", 0)), ADDS=adds, FOLDS=folds,
         **configs.launch_options(config, early=early),
     )  # fmt: skip
 
@@ -272,10 +274,7 @@ def _w4a16_kernel(
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     NB: tl.constexpr = BLOCK_N // 16
-    GROUPS: tl.constexpr = STEP // GROUP  # groups a pass of the loop
     PASSES: tl.constexpr = 256 // STEP  # passes a block of 256 k, the unit of `meta` and of the split
-    WORDS: tl.constexpr = 5 if FORM == 3 else (128 // GROUP if FORM == 0 else 256 // GROUP)
-    MAGIC: tl.constexpr = (128.0 if dtype == tl.bfloat16 else 1024.0) if PTX else 0.0
     HIGH_ROWS: tl.constexpr = 16.0 if PTX and dtype == tl.float16 else 1.0  # factor of the codes in rows h = 1
 
     if EARLY:
@@ -284,7 +283,9 @@ def _w4a16_kernel(
     row_words = padded_k * 2  # of 16 rows
     w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_words + tl.arange(0, 128)[None, :]
     if DIRECT:
-        c0, c1, c2, c3 = load_chunks(w_ptrs, first * PASSES, STEP, DIRECT)  # weights do not depend on the kernel before
+        chunks = load_chunks(w_ptrs, first * PASSES, STEP, DIRECT)  # weights do not depend on the kernel before
+    else:
+        chunks = (0, 0, 0, 0)
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
@@ -292,18 +293,82 @@ def _w4a16_kernel(
     offs_n = pid_n * BLOCK_N + offs_row
     factor = tl.where(offs_row % 16 < 8, 1.0, HIGH_ROWS)
     inverse = tl.where(offs_row % 16 < 8, 1.0, 1.0 / HIGH_ROWS)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if FOLDS:
-        total = acc
+    offs_m = tl.arange(0, BLOCK_M)
+    is_row = (offs_m < rows)[None, :]
+    if ADDS:  # partials [runs, padded_n / BLOCK_N, BLOCK_M, BLOCK_N]: offsets in a tile are constants
+        at = offs_m[None, :] * BLOCK_N + offs_row[:, None]
+        tile_ptr = partial_ptr + pid_n * (BLOCK_M * BLOCK_N)
+        run_ptr = tile_ptr + pid_k * (BLOCK_M * padded_n)
+    else:  # partials [runs, rows, padded_n]
+        at = offs_m[None, :] * padded_n + offs_n[:, None]
+        run_ptr = partial_ptr + pid_k * rows * padded_n
+    if FOLDS:  # the sum of a run's parts so far waits in memory, where it holds no registers
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         of_tile = tl.where(pid_n < tiles, parts, tail_parts)
-        part = pid_k * of_tile // runs
-        end = (part + 1) * (padded_k // 256) // of_tile * PASSES
-    for step in tl.range(first * PASSES, last * PASSES, num_stages=STAGES):
-        if not DIRECT:
-            c0, c1, c2, c3 = load_chunks(w_ptrs, step, STEP, DIRECT)
-        meta_ptrs = meta_ptr + (step // PASSES) * (WORDS * padded_n) + offs_n
+        first_part = pid_k * of_tile // runs
+        end_part = (pid_k + 1) * of_tile // runs
+        steps = padded_k // 256
+        for part in tl.range(first_part, end_part, num_stages=1):
+            acc, chunks = _sum_passes(
+                w_ptrs, meta_ptr + offs_n, x_ptr, sums_ptr, chunks, part * steps // of_tile * PASSES,
+                (part + 1) * steps // of_tile * PASSES, last * PASSES, rows, k_size, padded_n, factor, inverse,
+                GROUP, FORM, SCALE_FP16, BLOCK_N, BLOCK_M, STEP, STAGES, EVEN_K, EVEN_M, PTX, DIRECT,
+            )  # fmt: skip
+            if part > first_part:
+                acc = tl.load(run_ptr + at, mask=is_row, other=0.0) + acc
+            if part < end_part - 1:
+                tl.store(run_ptr + at, acc, mask=is_row)
+    else:
+        acc, chunks = _sum_passes(
+            w_ptrs, meta_ptr + offs_n, x_ptr, sums_ptr, chunks, first * PASSES, last * PASSES, last * PASSES,
+            rows, k_size, padded_n, factor, inverse,
+            GROUP, FORM, SCALE_FP16, BLOCK_N, BLOCK_M, STEP, STAGES, EVEN_K, EVEN_M, PTX, DIRECT,
+        )  # fmt: skip
+
+    is_last = ADDS
+    if not ADDS:
+        tl.store(run_ptr + at, acc, mask=is_row)
+        if pid_k == runs - 1:  # tiles of fewer runs than others
+            zero = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for missing in range(runs, tl.maximum(split, tail_split)):
+                tl.store(partial_ptr + missing * rows * padded_n + at, zero, mask=is_row)
+    elif MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
+        if runs > 1:
+            tl.store(run_ptr + at, acc, mask=is_row)
+            tl.debug_barrier()  # every thread's partials are written before the arrival is counted
+            arrived = tl.atomic_add(counter_ptr + pid_n, 1, sem="acq_rel")
+            is_last = arrived == runs - 1
+            if is_last:
+                tl.store(counter_ptr + pid_n, 0)
+                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+                for run in tl.static_range(MOST):
+                    acc += tl.load(tile_ptr + at, mask=is_row & (run < runs), other=0.0)
+                    tile_ptr += BLOCK_M * padded_n
+    if is_last:
+        store_tile(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
+                   BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+
+
+@triton.jit
+def _sum_passes(
+    w_ptrs, meta_ptrs, x_ptr, sums_ptr, chunks, first, last, end, rows, k_size, padded_n, factor, inverse,
+    GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr, PTX: tl.constexpr,
+    DIRECT: tl.constexpr,
+):  # fmt: skip
+    """(sum [BLOCK_N, BLOCK_M] of passes `first` to `last` of a run that ends at `end`, the words of pass `last`)."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    NB: tl.constexpr = BLOCK_N // 16
+    GROUPS: tl.constexpr = STEP // GROUP  # groups a pass of the loop
+    PASSES: tl.constexpr = 256 // STEP  # passes a block of 256 k, the unit of `meta` and of the split
+    WORDS: tl.constexpr = 5 if FORM == 3 else (128 // GROUP if FORM == 0 else 256 // GROUP)
+    MAGIC: tl.constexpr = (128.0 if dtype == tl.bfloat16 else 1024.0) if PTX else 0.0
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        c0, c1, c2, c3 = chunks if DIRECT else load_chunks(w_ptrs, step, STEP, DIRECT)
+        at = meta_ptrs + (step // PASSES) * (WORDS * padded_n)
         if FORM == 3:
-            top = tl.load(meta_ptrs)
+            top = tl.load(at)
         for j in tl.static_range(GROUPS):
             in_block = (step % PASSES) * GROUPS + j  # this group's place among those of 256 k
             if GROUP == 128:
@@ -315,17 +380,17 @@ def _w4a16_kernel(
                 w = codes_tile(half_chunk(chunk, j % 2, NB), dtype, PTX, NB, 1, 2)
             minimum = inverse
             if FORM == 0:
-                word = tl.load(meta_ptrs + (in_block // 2) * padded_n) >> (16 * (in_block % 2))
+                word = tl.load(at + (in_block // 2) * padded_n) >> (16 * (in_block % 2))
                 scale = half_to_float(word, SCALE_FP16) * inverse
                 shift = MAGIC + 8.0 * factor
             elif FORM == 3:
-                sub = tl.load(meta_ptrs + (1 + in_block // 4) * padded_n) >> (8 * (in_block % 4))
-                low = tl.load(meta_ptrs + (3 + in_block // 4) * padded_n) >> (8 * (in_block % 4))
+                sub = tl.load(at + (1 + in_block // 4) * padded_n) >> (8 * (in_block % 4))
+                low = tl.load(at + (3 + in_block // 4) * padded_n) >> (8 * (in_block % 4))
                 scale = half_to_float(top, SCALE_FP16) * (sub & 255).to(tl.float32) * inverse
                 shift = MAGIC + 0.0 * factor
                 minimum = -half_to_float(top >> 16, SCALE_FP16) * (low & 255).to(tl.float32)
             else:
-                word = tl.load(meta_ptrs + in_block * padded_n)
+                word = tl.load(at + in_block * padded_n)
                 scale = half_to_float(word, SCALE_FP16) * inverse
                 if FORM == 1:
                     shift = MAGIC + ((word >> 16) & 0xFFFF).to(tl.float32) * factor
@@ -336,46 +401,8 @@ def _w4a16_kernel(
             acc = _add_group(acc, w, x_ptr, sums_ptr, group, rows, k_size, scale, shift, minimum,
                              GROUP, BLOCK_M, EVEN_K, EVEN_M, FORM >= 2)  # fmt: skip
         if DIRECT:
-            c0, c1, c2, c3 = load_chunks(w_ptrs, tl.minimum(step + 1, last * PASSES - 1), STEP, DIRECT)
-        if FOLDS:  # noqa: SIM102 - decided when compiling, the next one when running
-            if step + 1 == end:
-                total += acc
-                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-                part += 1
-                end = (part + 1) * (padded_k // 256) // of_tile * PASSES
-    if FOLDS:
-        acc = total
-
-    is_last = ADDS
-    if not ADDS:  # partials [parts, rows, padded_n]
-        offs_m = tl.arange(0, BLOCK_M)
-        at = offs_m[None, :] * padded_n + offs_n[:, None]
-        mask = (offs_m < rows)[None, :]
-        tl.store(partial_ptr + pid_k * rows * padded_n + at, acc, mask=mask)
-        if pid_k == runs - 1:  # tiles of fewer runs than others
-            zero = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            for missing in range(runs, tl.maximum(split, tail_split)):
-                tl.store(partial_ptr + missing * rows * padded_n + at, zero, mask=mask)
-    elif MOST > 1:  # noqa: SIM102 - decided when compiling, the next one when running
-        if runs > 1:
-            # partials [runs, padded_n / BLOCK_N, BLOCK_M, BLOCK_N]: offsets in a tile are constants
-            offs_m = tl.arange(0, BLOCK_M)
-            at = offs_m[None, :] * BLOCK_N + offs_row[:, None]
-            mask = (offs_m < rows)[None, :]
-            tile_ptr = partial_ptr + pid_n * (BLOCK_M * BLOCK_N)
-            tl.store(tile_ptr + pid_k * (BLOCK_M * padded_n) + at, acc, mask=mask)
-            tl.debug_barrier()  # every thread's partials are written before the arrival is counted
-            arrived = tl.atomic_add(counter_ptr + pid_n, 1, sem="acq_rel")
-            is_last = arrived == runs - 1
-            if is_last:
-                tl.store(counter_ptr + pid_n, 0)
-                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-                for run in tl.static_range(MOST):
-                    acc += tl.load(tile_ptr + at, mask=mask & (run < runs), other=0.0)
-                    tile_ptr += BLOCK_M * padded_n
-    if is_last:
-        store_tile(acc, out_ptr, bias_ptr, residual_ptr, pid_n, rows, n_out,
-                   BLOCK_N, BLOCK_M, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+            chunks = load_chunks(w_ptrs, tl.minimum(step + 1, end - 1), STEP, DIRECT)
+    return acc, chunks
 
 
 @triton.jit

@@ -36,11 +36,11 @@ def test_shipped_tables_name_tiles_that_divide_their_columns(path: Path) -> None
         split, tail_split, tail_from = configs.split_of(entry, n=n, k=k)
         assert (split, tail_split) == (entry["split"], entry["tail_split"])  # none was cut down to K
         assert entry["parts"] in tune.parts_for(entry)
-        assert set(entry["rows"]) - {"8"} == {"16", "32", "64"}
+        assert set(entry["rows"]) >= {"16", "32", "64"}
         for rows, tile in entry["rows"].items():
             if tile.get("lanes"):
-                allowed = tune.lanes_configs(int(rows), entry["parts"], n)
-                assert {"block_m": int(rows), **tile} in [{**fits, "us": tile["us"]} for fits in allowed]
+                allowed = [{**fits, "us": tile["us"]} for fits in tune.lanes_configs(int(rows), entry["parts"], n)]
+                assert {"block_m": max(8, int(rows)), **tile} in allowed
             else:
                 assert tail_from % tile["block_n"] == 0 == n % tile["block_n"]
 
@@ -91,21 +91,23 @@ def test_tiles_for_few_rows_are_read_where_x_can_be_had_in_lane_order(
     split = {"split": 2, "tail_split": 2, "tail_from": 512}
     wide = {rows: (10.0, tune.tile_configs("w4a16", rows)[0]) for rows in (16, 32, 64)}
     few: dict[int, tune.Found] = {
-        parts: {rows: (us, tune.lanes_configs(rows, parts, 512)[0]) for rows in (8, 16)}
+        parts: {rows: (us + rows // 16, tune.lanes_configs(rows, parts, 512)[0]) for rows in (4, 16)}
         for parts, us in ((2, 9.0), (8, 5.0))
     }
-    entry = tune.best_entry([(split, wide), ({**split, "split": 3, "tail_split": 3}, wide)], few)  # 8 / 3 is no number
+    tiles = {rows: [tile] for rows, (_, tile) in wide.items()}
+    thirds = {**split, "split": 3, "tail_split": 3}  # 2 and 8 parts do not fall into them
+    entry = tune.best_entry([(split, wide), (thirds, wide)], few, tiles, lambda config: 10.5)
     assert entry["parts"] == 8
     path = configs.user_file("Some GPU")
     path.parent.mkdir()
     path.write_text(json.dumps({"w4a16": {"512x4096g128": entry}}))
-    for rows, bucket, has_lanes in ((1, 8, True), (8, 8, True), (9, 16, True), (17, 32, False)):
+    for rows, block_m, has_lanes in ((1, 8, True), (4, 8, True), (5, 16, True), (16, 16, True), (17, 32, False)):
         config = configs.product_config("w4a16", RowsOnGpu(rows), n=512, k=4096, group=128, lanes=True)
-        assert (config["block_m"], bool(config.get("lanes"))) == (bucket, has_lanes)
+        assert (config["block_m"], bool(config.get("lanes"))) == (block_m, has_lanes)
         assert configs.parts_of(config, n=512, k=4096) == (8, 8)
         plain = configs.product_config("w4a16", RowsOnGpu(rows), n=512, k=4096, group=128)
         assert not plain.get("lanes")
-        assert plain["block_m"] == max(16, bucket)
+        assert plain["block_m"] == max(16, block_m)
         assert plain["block_n"] == 64 or rows > 16
         assert configs.parts_of(plain, n=512, k=4096) == (8, 8)
 

@@ -10,7 +10,7 @@ from factories import VOCAB
 from step_cases import random_chain
 
 from specq.bench.step_drafts import FORMS, draft_bytes, module_bytes, random_drafter
-from specq.bench.step_shares import Kernel, share_out
+from specq.bench.step_shares import Kernel, kernel_lines, share_out
 from specq.bench.step_times import DRAFT_DEPTH, DraftBench, StepBench, draft, rows
 from specq.models.causal_lm import CausalLM
 from specq.models.random_weights import llama_config, random_model
@@ -72,3 +72,18 @@ def test_shares_count_a_waiting_kernel_from_the_end_of_the_one_ahead() -> None:
     assert shares.attention == pytest.approx(0.025)
     assert (shares.small, shares.gaps) == pytest.approx((0.005, 0.005))
     assert str(shares) == "  65%   25%    5%    5%"
+
+
+def test_lines_of_kernels_tell_the_places_of_one_apart() -> None:
+    layer = [
+        ("norm", 0.0, 2.0),
+        ("w4a16", 1.0, 12.0),
+        ("merge", 12.0, 14.0),
+        ("norm", 14.0, 15.0),
+        ("w4a16", 15.0, 55.0),
+    ]
+    kernels = [Kernel(name, start + at, end + at) for at in (0.0, 55.0) for name, start, end in layer]
+    lines = [" ".join(line.split()) for line in kernel_lines(kernels, runs=2)]
+    assert lines[0] == "40.0 us 1.0 x 40.00 w4a16 < norm < merge < w4a16"
+    assert "5.0 us 0.5 x 10.00 w4a16 < norm < w4a16 < norm" in lines  # the second layer's
+    assert len(lines) == 8

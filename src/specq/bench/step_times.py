@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 from specq.bench.step_drafts import FORMS, draft_bytes, module_bytes, random_drafter
-from specq.bench.step_shares import traced_shares
+from specq.bench.step_shares import kernel_lines, traced, traced_shares
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
 from specq.models.random_weights import GROUP, SHAPES, llama_config, random_model
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("models", nargs="*", default=list(SHAPES))
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--kernels", action="store_true", help="steps alone, each with the time of its kernels")
     options = parser.parse_args(arguments)
     require_cuda("the benchmark")
     bandwidth = copy_bandwidth()
@@ -77,10 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             bench = StepBench(model, context)
             for nodes, form in rows(options.nodes):
                 print(step_line(bench, name, nodes, form, bandwidth=bandwidth), flush=True)
+                if options.kernels:
+                    print("\n".join(kernel_lines(traced(bench.run), runs=2)), flush=True)
             del bench
-        print(sampling_line(model, name, min(options.contexts)), flush=True)
-        for line in draft_lines(model, name, min(options.contexts), bandwidth=bandwidth):
-            print(line, flush=True)
+        if not options.kernels:
+            print(sampling_line(model, name, min(options.contexts)), flush=True)
+            for line in draft_lines(model, name, min(options.contexts), bandwidth=bandwidth):
+                print(line, flush=True)
         del model
         torch.cuda.empty_cache()
 
