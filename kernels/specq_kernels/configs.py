@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
+from specq_kernels.lane_order import lanes_rows
 from specq_kernels.launch import device_name, interpreted, num_multiprocessors, row_bucket
 
 Config = dict[str, int]
-LEAST_LANES = 8  # rows of the least tile that reads lane order; an entry may have such tiles for any number of rows
 DEFAULT_TILES: dict[str, dict[int, Config]] = {  # each fits 48 KB of shared memory
     "w4a16": {
         16: {"block_n": 64, "warps": 4, "stages": 3},
@@ -57,7 +57,7 @@ def product_config(kernel: str, x: Tensor, *, n: int, k: int, group: int | None 
     if not tile.get("lanes"):
         return {**splits, "block_m": bucket, **entry["rows"][str(bucket)]}
     if lanes:
-        return {**splits, "block_m": max(rows, LEAST_LANES), **tile}
+        return {**splits, "block_m": lanes_rows(x.shape[0]), **tile}
     tile = entry["rows"][str(bucket)]
     return {**splits, "block_m": bucket, **(DEFAULT_TILES[kernel][bucket] if tile.get("lanes") else tile)}
 

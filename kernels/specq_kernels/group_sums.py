@@ -27,7 +27,10 @@ class Sides:
 
 
 def sides(x: Tensor, group: int, *, lanes: bool = False) -> Sides:
-    """Of x [rows, K]: its `group_sums`, and with `lanes` x in lane order (None where K has none, see `has_lanes`)."""
+    """Sums of x [rows, K] over each group of k, 0 beyond K, and with `lanes` x in lane order where K has such.
+
+    `group` is 32, 64 or 128; at most 64 rows. What sums and lanes hold of rows beyond x's means nothing.
+    """
     _check(x, group)
     if not runs_kernel(x):
         return sides_ref(x, group, lanes=lanes)
@@ -39,14 +42,6 @@ def sides(x: Tensor, group: int, *, lanes: bool = False) -> Sides:
         x, *to, x.shape[1], **constants, EARLY=early, **options
     )
     return out
-
-
-def group_sums(x: Tensor, group: int) -> Tensor:
-    """fp32 `sums_shape(x, group)` of x [rows, K], 0 in groups beyond K; rows beyond x's hold nothing of meaning.
-
-    `group` is 32, 64 or 128; at most 64 rows.
-    """
-    return sides(x, group).sums
 
 
 def sides_ref(x: Tensor, group: int, *, lanes: bool = False) -> Sides:

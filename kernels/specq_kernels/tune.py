@@ -1,7 +1,7 @@
 """Measures tile sizes on this machine's GPU and writes them where `configs` looks: `python -m specq_kernels.tune`.
 
 For each shape the parts and the split of K are chosen jointly over the row counts (a row's result must not depend on
-how many rows there are); tile width, warps, stages and the rest then follow for 8, 16, 32 and 64 rows.
+how many rows there are); tile width, warps, stages and the rest then follow for 4, 8, 16, 32 and 64 rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specq_kernels.group_sums import Sides, sides
 from specq_kernels.lane_order import has_lanes, lanes_rows
 from specq_kernels.launch import ROW_BUCKETS, device_capability, device_name, num_multiprocessors
 from specq_kernels.timing import copies_for, graph_us, require_cuda
-from specq_kernels.w4_layout import STEP, W4Weight, pack_w4
+from specq_kernels.w4_layout import ROW_MULTIPLE, STEP, W4Weight, pack_w4
 from specq_kernels.w4a16 import w4a16
 from specq_kernels.w16a16 import W16Weight, w16a16
 
@@ -45,7 +45,12 @@ W4_TILES = {  # by rows, the first of each for every split; registers 0 is the c
         (128, 4, 3, 0, 0, 128), (64, 4, 2, 168, 1, 256), (128, 4, 4, 0, 0, 128), (256, 16, 6, 0, 0, 128),
     ),
 }  # fmt: skip
-W4_ROLES = {16: ((256, 10), (128, 8)), 32: ((256, 8), (128, 6)), 64: ((256, 6), (128, 4))}  # block_n, stages: w4_hopper
+ROLES_NAMES = ("block_n", "groups", "stages", "together")  # of w4_hopper
+W4_ROLES = {
+    16: ((256, 2, 10, 1), (128, 1, 8, 1), (128, 2, 8, 1), (256, 4, 9, 1), (128, 2, 8, 0)),
+    32: ((256, 4, 8, 1), (128, 2, 6, 1), (128, 1, 6, 1), (256, 2, 8, 1), (128, 2, 6, 0)),
+    64: ((256, 4, 6, 1), (128, 2, 4, 1), (256, 2, 6, 1), (128, 1, 4, 1), (128, 2, 4, 0)),
+}
 LANES_NAMES = ("blocks", "k_warps", "n_warps", "registers", "hold", "once")  # of w4_rows
 LANES_TILES = {  # by the most rows
     8: tuple(
@@ -63,6 +68,7 @@ LANES_TILES = {  # by the most rows
     32: ((2, 8, 1, 0, 1, 0), (2, 8, 1, 0, 1, 1)),
 }  # fmt: skip
 LANES_ROWS = (4, 8, 16, 32)  # row counts w4_rows is tried for
+LANES_CAPABILITIES = (8, 9)  # where `mma.sync` is known to add as what the wide kernels multiply with
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of K
 PARTS_A_WARP = 4  # w4_rows keeps so many apart
 INPUT_COPIES = 5
@@ -98,7 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compile_all(kernel, dtype, options.group, options.jobs)
         for n, k in sorted({shape for name in options.shapes for shape in shapes_of(name, kernel)}):
             tune = tune_w4a16(n, k, options.group, dtype) if kernel == "w4a16" else tune_w16a16(n, k, dtype)
-            key = configs.shape_key(n, k, options.group if kernel == "w4a16" else None)
+            key = configs.shape_key(n, k)
+            if kernel == "w4a16":
+                key = configs.shape_key(*padded_shape(n, k), options.group)
             table.setdefault(kernel, {})[key] = tune
             print(kernel, key, json.dumps(tune), flush=True)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,8 +129,7 @@ def tile_configs(kernel: str, rows: int, *, has_roles: bool = False) -> list[con
     found: list[configs.Config] = [{"block_m": rows, **dict(zip(names, tile, strict=True))} for tile in tiles[rows]]
     if has_roles:
         found[1:1] = [
-            {"block_m": rows, "block_n": block_n, "warps": 4, "stages": stages, "roles": 1}
-            for block_n, stages in W4_ROLES[rows]
+            {"block_m": rows, "roles": 1, **dict(zip(ROLES_NAMES, tile, strict=True))} for tile in W4_ROLES[rows]
         ]
     return found
 
@@ -160,7 +167,7 @@ def split_candidates(n: int, k: int, processors: int) -> list[configs.Config]:
 def tune_w4a16(n: int, k: int, group: int, dtype: torch.dtype) -> dict[str, object]:
     """The table entry of one 4-bit shape."""
     measure = w4a16_timer(n, k, group, dtype)
-    padded_n, padded_k = -(-n // 128) * 128, -(-k // STEP) * STEP
+    padded_n, padded_k = padded_shape(n, k)
     tiles = {
         rows: [c for c in tile_configs("w4a16", rows, has_roles=runs_roles(group)) if padded_n % c["block_n"] == 0]
         for rows in ROW_BUCKETS
@@ -168,9 +175,14 @@ def tune_w4a16(n: int, k: int, group: int, dtype: torch.dtype) -> dict[str, obje
     splits = split_candidates(padded_n, padded_k, num_multiprocessors(0))
     promising = most_promising(splits, tiles, measure)
     few = {}
-    if group == 128 and has_lanes(k):
+    if group == 128 and has_lanes(k) and device_capability(0)[0] in LANES_CAPABILITIES:
         few = few_rows(padded_n, padded_k, {parts for split, _ in promising for parts in parts_for(split)}, measure)
     return best_entry(promising, few, tiles, measure)
+
+
+def padded_shape(n: int, k: int) -> tuple[int, int]:
+    """[n, k] as a 4-bit weight is packed, by which its entry is found."""
+    return -(-n // ROW_MULTIPLE) * ROW_MULTIPLE, -(-k // STEP) * STEP
 
 
 def w4a16_timer(n: int, k: int, group: int, dtype: torch.dtype) -> Timer:
@@ -210,9 +222,14 @@ def few_rows(padded_n: int, padded_k: int, parts: set[int], measure: Timer) -> d
 
 
 def parts_for(split: configs.Config) -> list[int]:
-    """In how many parts K may be cut for a split: each run has equally many, and those of a tail are single parts."""
+    """In how many parts K may be cut for a split: each run has equally many.
+
+    One run of all parts adds them as single parts are added: a tail of those may stand beside it, beside no other.
+    """
     run, tail = split["split"], split["tail_split"]
-    return [tail] if tail != run else [parts for parts in PARTS if parts % run == 0]
+    if tail != run:
+        return [tail] if run == 1 else []
+    return [parts for parts in PARTS if parts % run == 0]
 
 
 def best_entry(
@@ -236,8 +253,7 @@ def best_entry(
                 if pair[0] < found[min(have for have in found if have >= rows)][0]:  # tiles for more rows take fewer
                     found[rows] = pair
             choices.append((total_us(found), law, found))
-        if not few:
-            choices.append((total_us(whole), split, whole))
+        choices.append((total_us(whole), split, whole))
     _, split, found = min(choices, key=lambda choice: choice[0])
     return entry_of(split, found)
 
@@ -329,7 +345,10 @@ def compile_all(kernel: str, dtype: torch.dtype, group: int, jobs: int) -> None:
     splits = (1, 4, 8, 16) if kernel == "w4a16" else (1, 2, 4, 8)
     roles = kernel == "w4a16" and runs_roles(group)
     tiles = [tile for rows in ROW_BUCKETS for tile in tile_configs(kernel, rows, has_roles=roles)]
-    todo = [{"split": split, **tile} for split in splits for tile in tiles]
+    laws = [{"split": split} for split in splits]
+    if kernel == "w4a16" and group == 128:
+        laws += [{"split": 1, "parts": 2}, {"split": 4, "parts": 8}]
+    todo = [{**law, **tile} for law in laws for tile in tiles]
     if kernel == "w4a16" and group == 128:
         todo += [
             {"split": parts, **tile}

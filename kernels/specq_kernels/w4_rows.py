@@ -215,7 +215,7 @@ def _w4_rows_kernel(
 
     share_x = gl.arange(0, K_WARPS, gl.SliceLayout(1, PAIRS))
     pair = gl.arange(0, ROW_BLOCKS * 256, gl.SliceLayout(0, PAIRS))
-    if FEW:  # lanes without a row read the last one's
+    if FEW:  # rows beyond the last, in its block of eight, are read from its place
         row = pair // 16 % 8
         pair += (gl.minimum(pair // 256 * 8 + row, rows - 1) % 8 - row) * 16
     x_ptrs = x_ptr + (share_x * steps // K_WARPS * (1024 * ROW_BLOCKS)).expand_dims(1) + pair.expand_dims(0)

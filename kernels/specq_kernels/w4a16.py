@@ -1,10 +1,10 @@
 """Group-wise 4-bit product for decoding: 1 to 64 rows of 16-bit x times a packed 4-bit matrix.
 
-Each output row is bitwise the same whatever the number of rows: the order of K, the split of K, the form in which
-scales enter and the matrix instruction depend on the weight's shape alone; only rows a tile, columns a tile and warps
-follow the number of rows. Split-K writes fp32 partials and the last program of a tile adds them in order; few rows
-take `w4_rows`, where tuned, which has all of K in one program. More rows than 64 (prefill) go through `w4_prefill`.
-`pack_w4` (w4_layout) makes the weight.
+Each output row is bitwise the same whatever the number of rows: the order of K, the parts and the split of K and the
+form in which scales enter depend on the weight's shape alone; only rows a tile, columns a tile, warps and the matrix
+instruction (`mma.sync` and `wgmma` add alike) follow the number of rows. Split-K writes fp32 partials and the last
+program of a tile adds them in order; few rows take `w4_rows`, where tuned, which has all of K in one program. More rows
+than 64 (prefill) go through `w4_prefill`. `pack_w4` (w4_layout) makes the weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from specq_kernels import configs
 from specq_kernels.group_sums import Sides, sums_shape
 from specq_kernels.group_sums import sides as make_sides
-from specq_kernels.lane_order import has_lanes, lanes_rows
+from specq_kernels.lane_order import has_lanes
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, runs_kernel, wide
 from specq_kernels.w4_device import (
     codes_tile,
@@ -70,17 +70,15 @@ def w4a16_parts(
 ) -> Tensor:
     """The product with its runs of K not yet added, fp32 [runs, rows, padded N], for a kernel that adds as it reads.
 
-    `sum_parts_ref` of it is `w4a16` bit for bit. Arguments as in `w4a16`; where no kernel runs it is one part, in the
-    type of the definition. Where `count_parts` is 1 there is nothing to leave: use `w4a16`.
+    `sum_parts_ref` of it is `w4a16` bit for bit. Arguments as in `w4a16`; where no kernel runs it is one run, in the
+    type of the definition. Where `count_parts` is 1 `w4a16` itself is faster.
     """
     if weight.is_gate_up:
         raise ValueError("weight: gate and up are interleaved, use w4a16_silu")
     n, padded_n = weight.shape[0], weight.padded[0]
     if not _runs(x, weight):
         return torch.nn.functional.pad(w4a16_ref(x, weight, out_dtype=wide(x).dtype), (0, padded_n - n)).unsqueeze(0)
-    config = config or _config(x, weight)
-    if config.get("lanes"):
-        raise ValueError("config: w4_rows leaves no parts")
+    config = config or _config(x, weight, lanes=False)  # w4_rows leaves nothing
     _, _, split, tail_split = _units(weight, config)
     parts = x.new_empty(max(split, tail_split), x.shape[0], padded_n, dtype=torch.float32)
     _launch(x, weight, _checked(x, weight, sides, config).sums, None, None, parts, config, adds=False)
@@ -88,7 +86,7 @@ def w4a16_parts(
 
 
 def count_parts(x: Tensor, weight: W4Weight) -> int:
-    """How many parts `w4a16_parts` leaves."""
+    """How many runs `w4a16_parts` leaves, 1 where the product is better left whole."""
     if not runs_kernel(x) or reads_lanes(x, weight):
         return 1
     _, _, split, tail_split = _units(weight, _config(x, weight))
@@ -182,19 +180,24 @@ def _checked(x: Tensor, weight: W4Weight, sides: Sides | None, config: configs.C
     """The sides of x that the kernel of this config reads, made here where not given."""
     needs_lanes = bool(config.get("lanes"))
     if sides is None or (needs_lanes and sides.lanes is None):
-        sides = make_sides(x, weight.group_size, lanes=needs_lanes)
+        made = make_sides(x, weight.group_size, lanes=needs_lanes)
+        sides = made if sides is None else Sides(sides.sums, made.lanes)
     check_tensor("sides.sums", sides.sums, shape=sums_shape(x, weight.group_size), dtype=torch.float32, device=x.device)
     if needs_lanes:
         if sides.lanes is None or weight.group_size != 128 or weight.form == "two-level":
             raise ValueError("config: w4_rows takes groups of 128 of one level and columns that need no padding")
-        entries = lanes_rows(x.shape[0]) * x.shape[1]
+        split, tail_split, _ = configs.split_of(config, n=weight.padded[0], k=weight.padded[1])
+        if split not in (1, tail_split):
+            raise ValueError("config: w4_rows adds all columns in the same runs")
+        entries = config["block_m"] * x.shape[1]
         check_tensor("sides.lanes", sides.lanes, shape=(entries,), dtype=x.dtype, device=x.device)
     return sides
 
 
-def _config(x: Tensor, weight: W4Weight) -> configs.Config:
+def _config(x: Tensor, weight: W4Weight, *, lanes: bool = True) -> configs.Config:
     n, k = weight.padded
-    return configs.product_config("w4a16", x, n=n, k=k, group=weight.group_size, lanes=has_lanes(weight.shape[1]))
+    lanes = lanes and has_lanes(weight.shape[1])
+    return configs.product_config("w4a16", x, n=n, k=k, group=weight.group_size, lanes=lanes)
 
 
 def _units(weight: W4Weight, config: configs.Config) -> tuple[int, int, int, int]:
@@ -318,6 +321,7 @@ def _w4a16_kernel(
                 acc = tl.load(run_ptr + at, mask=is_row, other=0.0) + acc
             if part < end_part - 1:
                 tl.store(run_ptr + at, acc, mask=is_row)
+                tl.debug_barrier()  # other threads read what these store
     else:
         acc, chunks = _sum_passes(
             w_ptrs, meta_ptr + offs_n, x_ptr, sums_ptr, chunks, first * PASSES, last * PASSES, last * PASSES,

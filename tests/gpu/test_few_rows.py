@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+from specq_kernels.launch import row_bucket
 from specq_kernels.tune import lanes_configs, runs_roles
-from specq_kernels.w4a16 import w4a16, w4a16_ref, w4a16_silu
+from specq_kernels.w4a16 import sum_parts_ref, w4a16, w4a16_parts, w4a16_ref, w4a16_silu
 
-from .test_kernels import TOLERANCE, error, random_weight
+from .test_kernels import ROLES, TOLERANCE, error, random_weight
 
 pytestmark = pytest.mark.gpu
 
@@ -32,21 +33,23 @@ def test_few_rows_have_the_bits_of_the_plain_kernel(
 ) -> None:
     law = {"parts": parts, "split": split, "tail_split": tail_split, "tail_from": 128}
     weight, gate_up = (random_weight(n, k, 128, form, is_gate_up=is_gate_up) for is_gate_up in (False, True))
-    x, residual = torch.randn(16, k, device="cuda", dtype=dtype), torch.randn(16, n, device="cuda", dtype=dtype)
+    x, residual = torch.randn(32, k, device="cuda", dtype=dtype), torch.randn(32, n, device="cuda", dtype=dtype)
     bias = residual[0]
-    for rows in (1, 2, 5, 8, 9, 16):
+    for rows in (1, 2, 5, 8, 9, 16, 17, 32):
         few = x[:rows].contiguous()
         calls = [
             partial(w4a16, few, weight, bias=bias, residual=residual[:rows].contiguous()),
             partial(w4a16, few, weight, out_dtype=torch.float32),
             partial(w4a16_silu, few, gate_up),
         ]
-        tiles = lanes_configs(8 if rows <= 8 else 16, parts, weight.padded[0])[::7]
+        tiles = lanes_configs(rows, parts, weight.padded[0])[::7]
+        assert tiles or rows > 16
         for call in calls:
-            expected = call(config={**law, **PLAIN, "block_m": 16})
+            expected = call(config={**law, **PLAIN, "block_m": row_bucket(rows)})
             for tile in tiles:
                 assert torch.equal(call(config={**law, **tile}), expected), (rows, tile)
-    assert error(w4a16(x, weight, config={**law, **tiles[0]}), w4a16_ref(x.double(), weight)) < TOLERANCE[dtype]
+                if call is calls[1]:
+                    assert error(call(config={**law, **tile}), w4a16_ref(few.double(), weight)) < TOLERANCE[dtype]
     assert not weight.counters.any()
 
 
@@ -60,11 +63,14 @@ def test_parts_folded_in_a_program_have_the_same_bits_in_every_kernel(
     weight = random_weight(n, k, 128, form)
     x = torch.randn(64, k, device="cuda", dtype=dtype)
     whole = w4a16(x, weight, config={**law, **PLAIN, "block_m": 64})
-    for rows, block_m in ((3, 16), (16, 16), (30, 32), (60, 64)):
+    for index, (rows, block_m) in enumerate(((3, 16), (16, 16), (30, 32), (60, 64))):
         few = x[:rows].contiguous()
-        for tile in (PLAIN, *({"block_n": block_n, "stages": 4, "roles": 1} for block_n in (128, 256))):
-            assert torch.equal(w4a16(few, weight, config={**law, **tile, "block_m": block_m}), whole[:rows]), (
-                rows,
-                tile,
-            )
+        of_these = [tile for tile in ROLES if weight.padded[0] % tile["block_n"] == 0]
+        kinds = len(of_these) // 2  # each with and without `together`
+        for tile in (PLAIN, *of_these[(index + n // 128) % kinds :: kinds]):
+            config = {**law, **tile, "block_m": block_m}
+            assert torch.equal(w4a16(few, weight, config=config), whole[:rows]), (rows, tile)
+            parts_of_k = w4a16_parts(few, weight, config=config)
+            assert torch.equal(sum_parts_ref(parts_of_k, n, out_dtype=dtype), whole[:rows]), (rows, tile)
+    assert not weight.counters.any()
     assert error(whole, w4a16_ref(x.double(), weight)) < TOLERANCE[dtype]

@@ -25,6 +25,11 @@ from specq_kernels.w16a16 import W16Weight, w16a16, w16a16_argmax, w16a16_ref
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16)
+ROLES = [  # every kind of tile of w4_hopper
+    {"block_n": block_n, "groups": groups, "stages": 4, "roles": 1, "together": together}
+    for together in (0, 1)
+    for block_n, groups in ((128, 1), (128, 2), (256, 2), (256, 4))
+]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # output rounding 2^-9 and 2^-12 of the value, and slack
 
 
@@ -51,6 +56,9 @@ def random_weight(n: int, k: int, group: int, form: str, *, is_gate_up: bool = F
 
 
 CASES = [
+    (4096, 4096, 128, "symmetric"),  # in the H200's table, with tiles for few rows, as the next two
+    (6144, 4096, 128, "zeros"),
+    (28672, 4096, 128, "symmetric"),
     (1024, 2048, 128, "symmetric"),
     (1000, 2048, 128, "zeros"),
     (576, 1536, 64, "symmetric"),
@@ -75,7 +83,7 @@ def test_w4a16_equals_the_float64_product_and_rows_do_not_depend_on_their_number
     whole = w4a16(x, weight, bias=bias, residual=residual)
     reference = w4a16_ref(x.double(), weight, bias=bias.double(), residual=residual.double())
     assert error(whole, reference) < TOLERANCE[dtype]
-    for rows in (1, 2, 7, 15, 16, 17, 31, 32, 33, 60, 63):
+    for rows in (1, 2, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 60, 63):
         part = w4a16(x[:rows].contiguous(), weight, bias=bias, residual=residual[:rows].contiguous())
         assert torch.equal(part, whole[:rows]), rows
     assert not weight.counters.any()
@@ -104,31 +112,56 @@ def test_rows_agree_bitwise_across_tile_sizes(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "form", "dtype"),
+    ("n", "k", "form", "dtype", "every"),  # of the tiles, for each number of rows
     [
-        (1008, 1000, "symmetric", torch.bfloat16),
-        (768, 2048, "zeros", torch.float16),
-        (512, 4096, "minima", torch.bfloat16),
-        (40960, 512, "symmetric", torch.float16),  # more units than run at once
+        (1008, 1000, "symmetric", torch.bfloat16, 1),
+        (768, 2048, "zeros", torch.float16, 3),
+        (512, 4096, "minima", torch.bfloat16, 3),
+        (40960, 512, "symmetric", torch.float16, 3),  # more units than run at once
     ],
 )
-def test_warps_of_separate_roles_give_the_same_bits(n: int, k: int, form: str, dtype: torch.dtype) -> None:
+def test_warps_of_separate_roles_give_the_same_bits(n: int, k: int, form: str, dtype: torch.dtype, every: int) -> None:
     if not runs_roles(128):
         pytest.skip("not a Hopper GPU")
     split = {"split": 2, "tail_split": 4, "tail_from": 256}
     plain = {"block_n": 64, "warps": 4, "stages": 2}
     x, residual = torch.randn(60, k, device="cuda", dtype=dtype), torch.randn(60, n, device="cuda", dtype=dtype)
     weight, gate_up = (random_weight(n, k, 128, form, is_gate_up=is_gate_up) for is_gate_up in (False, True))
-    for rows, block_m in ((1, 16), (16, 16), (23, 32), (60, 64)):
+    for index, (rows, block_m) in enumerate(((1, 16), (16, 16), (23, 32), (60, 64))):
         calls = [
             partial(w4a16, x[:rows].contiguous(), weight, bias=residual[0], residual=residual[:rows].contiguous()),
             partial(w4a16_silu, x[:rows].contiguous(), gate_up),
         ]
         for call in calls:
             expected = call(config={**split, **plain, "block_m": block_m})
-            for block_n in [128, 256] * 10:
-                roles = {"block_n": block_n, "stages": 4, "roles": 1, "block_m": block_m}
-                assert torch.equal(call(config={**split, **roles}), expected), (rows, call)
+            for tile in ROLES[index % every :: every] * 5:
+                assert torch.equal(call(config={**split, **tile, "block_m": block_m}), expected), (rows, call, tile)
+    assert not weight.counters.any()
+    assert not gate_up.counters.any()
+
+
+@pytest.mark.parametrize("tile", [tile for tile in ROLES if tile["together"]], ids=str)
+def test_programs_that_add_together_repeat_bitwise_also_in_a_graph(tile: dict[str, int]) -> None:
+    if not runs_roles(128):
+        pytest.skip("not a Hopper GPU")
+    n, k = 4096, 8192  # nearly as many units as run at once on 132 multiprocessors
+    split = {"parts": 16, "split": 8, "tail_split": 8, "tail_from": n, "block_m": 64}
+    weight = random_weight(n, k, 128, "symmetric")
+    x, residual = torch.randn(2, 64, max(n, k), device="cuda", dtype=torch.bfloat16)
+    x, residual = x[:, :k].contiguous(), residual[:, :n].contiguous()
+    call = partial(w4a16, x, weight, residual=residual, sides=sides(x, 128))
+    expected = call(config={**split, "block_n": 64, "warps": 4, "stages": 2})
+    for _ in range(200):
+        assert torch.equal(call(config={**split, **tile}), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # the next product starts early, with the same counters
+        results = [call(config={**split, **tile}) for _ in range(6)]
+    for _ in range(50):
+        for y in results:
+            y.zero_()
+        graph.replay()
+        for y in results:
+            assert torch.equal(y, expected)
     assert not weight.counters.any()
 
 

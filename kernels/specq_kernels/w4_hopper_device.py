@@ -1,0 +1,212 @@
+"""What the programs of w4_hopper do between loads and products, in Triton's gluon: codes, scales, the end of a tile."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def gdc_wait():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def gdc_launch_dependents():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def codes(q, dtype: gl.constexpr, OPERAND: gl.constexpr):
+    """Words [4, 256] of 64 rows and 128 k as the A operand [64, 128], codes plus the magic power of two."""
+    if dtype == gl.bfloat16:
+        w0, w1, w2, w3 = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            shr.b32 a, $4, 4;
+            shr.b32 b, $4, 8;
+            shr.b32 c, $4, 12;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
+            }""",
+            "=r,=r,=r,=r,r", [q], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    else:
+        w0, w1, w2, w3 = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a;
+            shr.b32 a, $4, 8;
+            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
+            }""",
+            "=r,=r,=r,=r,r", [q], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    first = gl.join(_pair(w0, dtype), _pair(w1, dtype))
+    second = gl.join(_pair(w2, dtype), _pair(w3, dtype))
+    w = gl.join(first, second).reshape([4, 2, 8, 4, 4, 2, 2, 2])  # nb kc g t kb j h r
+    w = w.permute([0, 6, 2, 1, 4, 7, 3, 5]).reshape([64, 128])  # (nb h g), (kc kb r t j)
+    return gl.convert_layout(w, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _pair(words, dtype: gl.constexpr):
+    low = words.to(gl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _half(bits, SCALE_FP16: gl.constexpr):
+    """fp32 of the 16-bit float in the low half of int32 `bits`."""
+    if SCALE_FP16:
+        return (bits & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return (bits << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _add(acc, d, word, factor, inverse, sums, MAGIC: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr):
+    """acc [64, BLOCK_M] plus a group's product d, whose codes carry MAGIC, by its word of scales."""
+    scale = _half(word, SCALE_FP16) * inverse
+    if FORM == 0:
+        shift = MAGIC + 8.0 * factor
+    elif FORM == 1:
+        shift = MAGIC + ((word >> 16) & 0xFFFF).to(gl.float32) * factor
+    else:
+        shift = MAGIC + 0.0 * factor
+    sums = sums.expand_dims(0)
+    acc = acc + (d - shift.expand_dims(1) * sums) * scale.expand_dims(1)
+    if FORM == 2:
+        acc = acc + _half(word >> 16, SCALE_FP16).expand_dims(1) * sums
+    return acc
+
+
+@gluon.jit
+def scaled(
+    acc, d, scales, sums, group, dtype: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr, MMA: gl.constexpr
+):
+    """acc [64, BLOCK_M] plus a group's product d; its words of scales and the sums of x lie in shared memory."""
+    MAGIC: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+    HIGH_ROWS: gl.constexpr = 1.0 if dtype == gl.bfloat16 else 16.0
+    offs_row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    factor = gl.where(offs_row % 16 < 8, 1.0, HIGH_ROWS)
+    inverse = gl.where(offs_row % 16 < 8, 1.0, 1.0 / HIGH_ROWS)
+    word = scales.load(gl.SliceLayout(1, MMA))
+    if FORM == 0:
+        word = word >> ((group & 1) * 16)
+    return _add(acc, d, word, factor, inverse, sums.load(gl.SliceLayout(0, MMA)), MAGIC, FORM, SCALE_FP16)
+
+
+@gluon.jit
+def _here(value):
+    """int32 `value`; what follows from it is computed here, not kept in registers over a loop of products."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def run_places(partial_ptr, run, rows, column, padded_n, BLOCK_M: gl.constexpr, ADDS: gl.constexpr, MMA: gl.constexpr):
+    """(pointers, mask): where a run's sums [64, BLOCK_M] of 64 columns from `column` on lie.
+
+    In partials [runs, padded_n / 64, BLOCK_M / 8, 64, 8]; where the runs are left in parts, in [runs, rows, padded_n].
+    """
+    offs_row = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
+    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA)).expand_dims(0)
+    column, padded_n, rows = _here(column), _here(padded_n), _here(rows)
+    if ADDS:
+        base = partial_ptr + run * (BLOCK_M * padded_n) + column * BLOCK_M
+        places = base + (offs_row * 8 + (offs_m // 8 * 512 + offs_m % 8))
+        has_place = (offs_row >= 0) & (offs_m >= 0)
+    else:
+        places = partial_ptr + run * rows * padded_n + column + (offs_m * padded_n + offs_row)
+        has_place = (offs_row >= 0) & (offs_m < rows)
+    return places, has_place
+
+
+@gluon.jit
+def add_runs(partial_ptr, runs, column, padded_n, BLOCK_M: gl.constexpr, MOST: gl.constexpr, MMA: gl.constexpr):
+    """The runs' sums [64, BLOCK_M] of 64 columns, added in order."""
+    places, has_place = run_places(partial_ptr, 0, 0, column, padded_n, BLOCK_M, True, MMA)
+    acc = gl.zeros([64, BLOCK_M], gl.float32, MMA)
+    for run in gl.static_range(MOST):
+        acc += gl.load(places + run * (BLOCK_M * padded_n), mask=has_place & (run < runs), other=0.0)
+    return acc
+
+
+@gluon.jit
+def add_together(
+    run, runs, counter, column, bias_ptr, residual_ptr, out_ptr, partial_ptr, rows, n_out, padded_n,
+    BLOCK_M: gl.constexpr, MOST: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr,
+    HALVES: gl.constexpr,
+):  # fmt: skip
+    """Each program of a tile adds and ends the runs of every so manieth block of 8 rows of x, once all have arrived.
+
+    They wait for each other without bound: all of them run, since the kernel has no more units than run at once and
+    its dependents start only after all its programs have. The counter goes up to `runs` as sums arrive and on to twice
+    that as programs leave; who leaves last sets it back, when none waits any more.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        AGAIN: ld.acquire.gpu.global.u32 $0, [$1];
+        setp.lt.u32 p, $0, $2;
+        @p bra AGAIN;
+        }""",
+        "=&r,l,r", [counter, runs], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    for block in range(run, HALVES * (BLOCK_M // 8), runs):
+        n0 = column + block // (BLOCK_M // 8) * 64
+        m0 = block % (BLOCK_M // 8) * 8
+        places, has_place = run_places(partial_ptr, 0, 0, 0, padded_n, 8, True, MMA)
+        places += n0 * BLOCK_M + m0 * 64
+        acc = gl.zeros([64, 8], gl.float32, MMA)
+        for p in gl.static_range(MOST):
+            acc += gl.load(places + p * (BLOCK_M * padded_n), mask=has_place & (p < runs), other=0.0)
+        finish(acc, out_ptr + m0 * n_out, bias_ptr, residual_ptr + m0 * n_out, n0, rows - m0, n_out,
+               8, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
+    gl.thread_barrier()  # none of these threads waits any more
+    left = gl.atomic_add(counter, 1, sem="relaxed")
+    if left == runs * 2 - 1:
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def finish(
+    acc, out_ptr, bias_ptr, residual_ptr, row0, rows, n_out,
+    BLOCK_M: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr,
+):  # fmt: skip
+    """Bias, SiLU, residual, rounding and the store of 64 columns from `row0` on."""
+    WIDTH: gl.constexpr = 32 if SILU else 64
+    y = acc
+    if SILU:
+        gate, up = gl.split(acc.reshape([4, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]))
+        y = (gate / (1.0 + gl.exp(-gate)) * up).reshape([32, BLOCK_M])
+    wide: gl.constexpr = gl.BlockedLayout([4, 1], [WIDTH // 4, 128 // WIDTH], [1, 4], [0, 1])
+    y = gl.convert_layout(y, wide)
+    offs_n = row0 * WIDTH // 64 + gl.arange(0, WIDTH, gl.SliceLayout(1, wide))
+    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, wide))
+    mask = (offs_n < n_out).expand_dims(1) & (offs_m < rows).expand_dims(0)
+    if HAS_BIAS:
+        y += gl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(gl.float32).expand_dims(1)
+    at = offs_m.expand_dims(0) * n_out + offs_n.expand_dims(1)
+    if HAS_RESIDUAL:
+        y += gl.load(residual_ptr + at, mask=mask, other=0.0).to(gl.float32)
+    gl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def finish_rows(
+    acc, out_ptr, bias_ptr, residual_ptr, row0, rows, n_out,
+    BLOCK_M: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr,
+):  # fmt: skip
+    """`finish` 16 rows of x at a time, which takes less shared memory."""
+    if BLOCK_M == 16:
+        finish(acc, out_ptr, bias_ptr, residual_ptr, row0, rows, n_out, 16, HAS_BIAS, HAS_RESIDUAL, SILU)
+    else:
+        HALF: gl.constexpr = BLOCK_M // 2
+        low, high = gl.split(acc.reshape([64, 2, HALF]).permute([0, 2, 1]))
+        finish_rows(low, out_ptr, bias_ptr, residual_ptr, row0, rows, n_out, HALF, HAS_BIAS, HAS_RESIDUAL, SILU)
+        finish_rows(high, out_ptr + HALF * n_out, bias_ptr, residual_ptr + HALF * n_out, row0, rows - HALF, n_out,
+                     HALF, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
