@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -55,6 +56,12 @@ def device_name(index: int) -> str:
 @functools.cache
 def num_multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def may_share_device() -> bool:
+    """Whether another process' kernels may run beside ours on the GPU: NVIDIA's multi-process service is there."""
+    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps").exists()
 
 
 def has_dependent_launch(x: Tensor) -> bool:

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specq_kernels import configs
-from specq_kernels.launch import num_multiprocessors
+from specq_kernels.launch import may_share_device, num_multiprocessors
 from specq_kernels.w4_hopper_device import (
     add_runs,
     add_together,
@@ -68,7 +68,8 @@ def launch(
 
     `config` says block_n (128 or 256), stages, `groups` (block_n / 128 where it does not say) and `together`: whether
     all programs of a tile add its runs, each some rows, instead of the one that ends last. They wait for each other,
-    so this is done only where all units run at once. Raises ValueError where no program has such groups.
+    so this is done only where all units run at once, one stream at a time and no other process beside. Raises
+    ValueError where no program has such groups.
     """
     (rows, k), (padded_n, padded_k), block_m, block_n = x.shape, weight.padded, config["block_m"], config["block_n"]
     tiles, tail_tiles, split, tail_split = units
@@ -78,7 +79,8 @@ def launch(
     count = tiles * split + tail_tiles * tail_split
     slots = num_multiprocessors(x.device.index) * programs_at_once(config)
     most = max(split, tail_split)
-    together = adds and most > 1 and bool(config.get("together")) and count <= slots
+    at_once = count <= slots and not may_share_device()
+    together = adds and most > 1 and bool(config.get("together")) and at_once
     _w4a16_hopper_kernel[(min(count, slots),)](
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 128], X_LAYOUT),
         TensorDescriptor(words, list(words.shape), [padded_k * 2, 1], [block_n // 16, 256], CODES_LAYOUT),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specq_kernels import bench_attention, bench_w4a16, bench_w16a16, configs, tune
+from specq_kernels.launch import may_share_device
 
 SHIPPED = Path(configs.__file__).parent / "configs"
 
@@ -135,3 +136,13 @@ def test_default_split_fills_the_device_and_leaves_work_to_each_part() -> None:
 def test_measuring_without_a_gpu_says_so(module: ModuleType) -> None:
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         module.main([])
+
+
+def test_a_multi_process_service_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_share_device.cache_clear()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
+    assert may_share_device()
+    may_share_device.cache_clear()
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
+    assert may_share_device() == Path("/tmp/nvidia-mps").exists()
+    may_share_device.cache_clear()
