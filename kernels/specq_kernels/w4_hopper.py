@@ -24,13 +24,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specq_kernels import configs
 from specq_kernels.launch import may_share_device, num_multiprocessors
+from specq_kernels.w4_gluon import gdc_launch_dependents, gdc_wait
 from specq_kernels.w4_hopper_device import (
     add_runs,
     add_together,
     codes,
     finish_rows,
-    gdc_launch_dependents,
-    gdc_wait,
     run_places,
     scaled,
 )

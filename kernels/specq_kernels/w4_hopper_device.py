@@ -5,83 +5,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
-@gluon.jit
-def gdc_wait():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def gdc_launch_dependents():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+from specq_kernels.w4_gluon import add_group, unpack
 
 
 @gluon.jit
 def codes(q, dtype: gl.constexpr, OPERAND: gl.constexpr):
     """Words [4, 256] of 64 rows and 128 k as the A operand [64, 128], codes plus the magic power of two."""
-    if dtype == gl.bfloat16:
-        w0, w1, w2, w3 = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c;
-            shr.b32 a, $4, 4;
-            shr.b32 b, $4, 8;
-            shr.b32 c, $4, 12;
-            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
-            }""",
-            "=r,=r,=r,=r,r", [q], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
-    else:
-        w0, w1, w2, w3 = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a;
-            shr.b32 a, $4, 8;
-            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
-            }""",
-            "=r,=r,=r,=r,r", [q], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
-    first = gl.join(_pair(w0, dtype), _pair(w1, dtype))
-    second = gl.join(_pair(w2, dtype), _pair(w3, dtype))
-    w = gl.join(first, second).reshape([4, 2, 8, 4, 4, 2, 2, 2])  # nb kc g t kb j h r
+    w = unpack(q, dtype).reshape([4, 2, 8, 4, 4, 2, 2, 2])  # nb kc g t kb j h r
     w = w.permute([0, 6, 2, 1, 4, 7, 3, 5]).reshape([64, 128])  # (nb h g), (kc kb r t j)
     return gl.convert_layout(w, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _pair(words, dtype: gl.constexpr):
-    low = words.to(gl.int16).to(dtype, bitcast=True)
-    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.join(low, high)
-
-
-@gluon.jit
-def _half(bits, SCALE_FP16: gl.constexpr):
-    """fp32 of the 16-bit float in the low half of int32 `bits`."""
-    if SCALE_FP16:
-        return (bits & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    return (bits << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _add(acc, d, word, factor, inverse, sums, MAGIC: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr):
-    """acc [64, BLOCK_M] plus a group's product d, whose codes carry MAGIC, by its word of scales."""
-    scale = _half(word, SCALE_FP16) * inverse
-    if FORM == 0:
-        shift = MAGIC + 8.0 * factor
-    elif FORM == 1:
-        shift = MAGIC + ((word >> 16) & 0xFFFF).to(gl.float32) * factor
-    else:
-        shift = MAGIC + 0.0 * factor
-    sums = sums.expand_dims(0)
-    acc = acc + (d - shift.expand_dims(1) * sums) * scale.expand_dims(1)
-    if FORM == 2:
-        acc = acc + _half(word >> 16, SCALE_FP16).expand_dims(1) * sums
-    return acc
 
 
 @gluon.jit
@@ -97,7 +29,7 @@ def scaled(
     word = scales.load(gl.SliceLayout(1, MMA))
     if FORM == 0:
         word = word >> ((group & 1) * 16)
-    return _add(acc, d, word, factor, inverse, sums.load(gl.SliceLayout(0, MMA)), MAGIC, FORM, SCALE_FP16)
+    return add_group(acc, d, word, factor, inverse, sums.load(gl.SliceLayout(0, MMA)), MAGIC, FORM, SCALE_FP16, 0)
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from specq_kernels import configs
 from specq_kernels.group_sums import Sides
+from specq_kernels.w4_gluon import add_group, gdc_launch_dependents, gdc_wait, pair, unpack
 from specq_kernels.w4_layout import FORMS, STEP, W4Weight
 
 
@@ -85,42 +86,9 @@ def _x_layout(row_blocks, n_warps, k_warps):
 
 
 @gluon.jit
-def _pair(words, dtype: gl.constexpr):
-    low = words.to(gl.int16).to(dtype, bitcast=True)
-    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.join(low, high)
-
-
-@gluon.jit
 def _codes(q, dtype: gl.constexpr, K_WARPS: gl.constexpr, BLOCKS: gl.constexpr, OPERAND: gl.constexpr):
     """Words [K_WARPS, BLOCKS, 128] to codes [K_WARPS, BLOCKS * 16, 64] plus the magic power of two."""
-    if dtype == gl.bfloat16:
-        w0, w1, w2, w3 = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c;
-            shr.b32 a, $4, 4;
-            shr.b32 b, $4, 8;
-            shr.b32 c, $4, 12;
-            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
-            }""",
-            "=r,=r,=r,=r,r", [q], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
-    else:
-        w0, w1, w2, w3 = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a;
-            shr.b32 a, $4, 8;
-            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
-            }""",
-            "=r,=r,=r,=r,r", [q], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
-    first = gl.join(_pair(w0, dtype), _pair(w1, dtype))
-    second = gl.join(_pair(w2, dtype), _pair(w3, dtype))
-    w = gl.join(first, second).reshape([K_WARPS, BLOCKS, 8, 4, 4, 2, 2, 2])  # part nb g t kb j h r
+    w = unpack(q, dtype).reshape([K_WARPS, BLOCKS, 8, 4, 4, 2, 2, 2])  # part nb g t kb j h r
     w = w.permute([0, 1, 6, 2, 4, 7, 3, 5]).reshape([K_WARPS, BLOCKS * 16, 64])  # part (nb h g) (kb r t j)
     return gl.convert_layout(w, OPERAND, assert_trivial=True)
 
@@ -128,34 +96,9 @@ def _codes(q, dtype: gl.constexpr, K_WARPS: gl.constexpr, BLOCKS: gl.constexpr, 
 @gluon.jit
 def _x_tile(x, dtype: gl.constexpr, K_WARPS: gl.constexpr, ROW_BLOCKS: gl.constexpr, OPERAND: gl.constexpr):
     """Pairs of x [K_WARPS, ROW_BLOCKS * 256] in lane order to [K_WARPS, 64, ROW_BLOCKS * 8]."""
-    x = _pair(x, dtype).reshape([K_WARPS, ROW_BLOCKS, 2, 8, 4, 2, 2, 2])  # part mt kb1 g t kb0 r j
+    x = pair(x, dtype).reshape([K_WARPS, ROW_BLOCKS, 2, 8, 4, 2, 2, 2])  # part mt kb1 g t kb0 r j
     x = x.permute([0, 2, 5, 6, 4, 7, 1, 3]).reshape([K_WARPS, 64, ROW_BLOCKS * 8])  # part (kb1 kb0 r t j) (mt g)
     return gl.convert_layout(x, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _half(bits, SCALE_FP16: gl.constexpr):
-    """fp32 of the 16-bit float in the low half of int32 `bits`."""
-    if SCALE_FP16:
-        return (bits & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    return (bits << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _add(acc, d, word, factor, inverse, sums, MAGIC: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr):
-    """acc [K_WARPS, columns, rows] plus a group's product d, whose codes carry MAGIC, by its word of scales."""
-    scale = _half(word, SCALE_FP16) * inverse
-    if FORM == 0:
-        shift = MAGIC + 8.0 * factor
-    elif FORM == 1:
-        shift = MAGIC + ((word >> 16) & 0xFFFF).to(gl.float32) * factor
-    else:
-        shift = MAGIC + 0.0 * factor
-    sums = sums.expand_dims(1)
-    acc = acc + (d - shift.expand_dims(2) * sums) * scale.expand_dims(2)
-    if FORM == 2:
-        acc = acc + _half(word >> 16, SCALE_FP16).expand_dims(2) * sums
-    return acc
 
 
 @gluon.jit
@@ -199,9 +142,7 @@ def _w4_rows_kernel(
     HIGH_ROWS: gl.constexpr = 1.0 if gl.bfloat16 == DTYPE else 16.0
     META_WORDS: gl.constexpr = 1 if FORM == 0 else 2
     if EARLY:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        gdc_launch_dependents()
     tile = gl.program_id(0)
     steps = padded_k // 256
     most = gl.cdiv(steps, K_WARPS)
@@ -246,7 +187,7 @@ def _w4_rows_kernel(
     m0, n0 = _words(meta, 0, count_n, padded_n, FORM)
     m1, n1 = _words(meta, 1, count_n, padded_n, FORM)
     if EARLY:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gdc_wait()
     x = gl.load(x_ptrs)
     sums = gl.load(sums_ptrs)
     zero = gl.zeros([K_WARPS, COLUMNS, BLOCK_M], gl.float32, MMA)
@@ -290,7 +231,7 @@ def _w4_rows_kernel(
             x = next_x
             if i % 2 == 1:
                 meta_word = m0 if i == 1 else n0 >> 16 if FORM == 0 else n0
-                acc = _add(acc, d, meta_word, factor, inverse, sums, MAGIC, FORM, SCALE_FP16)
+                acc = add_group(acc, d, meta_word, factor, inverse, sums, MAGIC, FORM, SCALE_FP16, 1)
                 sums = next_sums
         m0, n0, m1, n1 = m1, n1, m2, n2
         if PARTS > 1:  # parts of a share end at steps of their own
