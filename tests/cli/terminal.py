@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 
-# the terminal has to be the process's own before Ctrl-C typed on it becomes a signal
-START = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from specq.cli.app import entry; entry()"
+# the terminal has to be the process's own before Ctrl-C typed on it becomes a signal, which a background job ignores
+START = (
+    "import fcntl, signal, termios; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0); from specq.cli.app import entry; entry()"
+)
 
 
 class Terminal:
@@ -35,9 +38,11 @@ class Terminal:
 
     def press_ctrl_c(self) -> None:
         """Ctrl-C at a prompt; again when nothing comes of it, since readline misses one while it handles a key."""
-        self.type("\x03")
-        while not select.select([self._master], [], [], 2.0)[0]:
+        for _ in range(10):
             self.type("\x03")
+            if select.select([self._master], [], [], 2.0)[0]:
+                return
+        raise AssertionError(f"nothing came of Ctrl-C; shown: {self.seen!r}")
 
     def wait_for(self, pattern: str, *, seconds: float = 60) -> str:
         """What is shown until the pattern has come; it is not looked at again. Fails when it does not come."""
