@@ -13,7 +13,7 @@ import torch
 
 from specq.checkpoint import ModelSpec
 from specq.errors import NotEnoughMemoryError
-from specq.models.inventory import expected_tensors
+from specq.models.inventory import HEAD, expected_tensors
 
 if TYPE_CHECKING:
     from specq.models.eagle import HeadSpec
@@ -39,6 +39,9 @@ KEY_PIECES, FOLDED_PIECES = 48, 12
 FEW_ROWS = 128
 """Pieces of the keys whose attention is summed apart there, in fp32: of few rows (node, head), up to FEW_ROWS a kv
 head, and of many (LEAVES, and a FOLDth of them; see `attention_config` in specq_kernels/tree_attention.py)."""
+
+HEAD_RUNS = 4
+"""Runs of K in which a packed head's product may be kept, in fp32, until they are added (the most a table has)."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ def estimate_bytes(
         rows = HEAD_ROWS * spec.heads
         sums = max(KEY_PIECES * min(rows, FEW_ROWS * spec.kv_heads), FOLDED_PIECES * rows)
         activations += GPU_SCRATCH + sums * spec.head_dim * 4
+        if HEAD in packed:
+            activations += HEAD_RUNS * HEAD_ROWS * spec.vocab * 4
     return MemoryEstimate(weights, context * kv_bytes_per_token(spec, dtype), activations)
 
 

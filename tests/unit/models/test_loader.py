@@ -328,6 +328,19 @@ def test_4_bit_matrices_are_counted_in_4_bits() -> None:
     assert dense.weights - on_gpu.weights == matrices * (1 - 5 / 32)
 
 
+def test_a_packed_head_is_counted_with_the_runs_of_its_product() -> None:
+    spec = ModelSpec.from_config({**tiny_config("llama"), "tie_word_embeddings": False})
+    said = {
+        (device, packed): estimate_bytes(
+            spec, dtype=torch.bfloat16, context=1, device=device, packed=packed
+        ).activations
+        for device in ("cpu", "cuda:0")
+        for packed in ((), ("lm_head.weight",))
+    }
+    assert said["cpu", ("lm_head.weight",)] == said["cpu", ()]
+    assert said["cuda:0", ("lm_head.weight",)] - said["cuda:0", ()] == 4 * 64 * spec.vocab * 4
+
+
 def test_too_little_memory_names_the_context_that_fits() -> None:
     estimate = MemoryEstimate(weights=6 * 2**30, kv=4 * 2**30, activations=0)
     require_memory([estimate], 8192, device="cpu", free=10 * 2**30)
