@@ -5,21 +5,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# What both languages, Triton and its gluon, take a word of eight codes apart with.
+UNPACK_BF16 = tl.constexpr("""{
+    .reg .b32 a, b, c;
+    shr.b32 a, $4, 4;
+    shr.b32 b, $4, 8;
+    shr.b32 c, $4, 12;
+    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
+}""")
+UNPACK_FP16 = tl.constexpr("""{
+    .reg .b32 a;
+    shr.b32 a, $4, 8;
+    lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+    lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+    lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
+    lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
+}""")
+
 
 @triton.jit
 def _unpack_bf16(q):
     """Eight codes of a word to four words of two bf16 each, 128 + code, exact: (h, r) = 00, 10, 01, 11."""
     return tl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 a, b, c;
-        shr.b32 a, $4, 4;
-        shr.b32 b, $4, 8;
-        shr.b32 c, $4, 12;
-        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
-        }""",
+        asm=UNPACK_BF16,
         constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -28,14 +39,7 @@ def _unpack_bf16(q):
 def _unpack_fp16(q):
     """As `_unpack_bf16` in fp16: 1024 + code in rows h = 0, 1024 + 16 * code in rows h = 1 (one shift for all)."""
     return tl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 a;
-        shr.b32 a, $4, 8;
-        lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-        lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
-        }""",
+        asm=UNPACK_FP16,
         constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 

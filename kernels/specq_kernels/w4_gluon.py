@@ -5,6 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from specq_kernels.w4_device import UNPACK_BF16, UNPACK_FP16
+
 
 @gluon.jit
 def gdc_wait():
@@ -21,30 +23,10 @@ def gdc_launch_dependents():
 @gluon.jit
 def unpack(q, dtype: gl.constexpr):
     """Words [...] to codes [..., 2, 2, 2] (j, h, r) plus the magic power of two."""
-    if dtype == gl.bfloat16:
-        w0, w1, w2, w3 = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c;
-            shr.b32 a, $4, 4;
-            shr.b32 b, $4, 8;
-            shr.b32 c, $4, 12;
-            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
-            }""",
-            "=r,=r,=r,=r,r", [q], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
-    else:
-        w0, w1, w2, w3 = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a;
-            shr.b32 a, $4, 8;
-            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-            lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xea;
-            }""",
-            "=r,=r,=r,=r,r", [q], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    w0, w1, w2, w3 = gl.inline_asm_elementwise(
+        UNPACK_BF16 if dtype == gl.bfloat16 else UNPACK_FP16, "=r,=r,=r,=r,r", [q],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
     return gl.join(gl.join(pair(w0, dtype), pair(w1, dtype)), gl.join(pair(w2, dtype), pair(w3, dtype)))
 
 
@@ -85,3 +67,20 @@ def add_group(
     if FORM == 2:
         acc = acc + half(word >> 16, SCALE_FP16).expand_dims(AXIS + 1) * sums
     return acc
+
+
+@gluon.jit
+def store_columns(
+    y, out_ptr, bias_ptr, residual_ptr, first, rows, n_out,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """y [columns, rows], in LAYOUT, to the columns from `first` on of the result: bias, residual, rounding, store."""
+    offs_n = first + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
+    offs_m = gl.arange(0, y.shape[1], gl.SliceLayout(0, LAYOUT))
+    mask = (offs_n < n_out).expand_dims(1) & (offs_m < rows).expand_dims(0)
+    if HAS_BIAS:
+        y += gl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(gl.float32).expand_dims(1)
+    at = offs_m.expand_dims(0) * n_out + offs_n.expand_dims(1)
+    if HAS_RESIDUAL:
+        y += gl.load(residual_ptr + at, mask=mask, other=0.0).to(gl.float32)
+    gl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from specq_kernels.w4_gluon import add_group, unpack
+from specq_kernels.w4_gluon import add_group, store_columns, unpack
 
 
 @gluon.jit
@@ -117,15 +117,7 @@ def finish(
         y = (gate / (1.0 + gl.exp(-gate)) * up).reshape([32, BLOCK_M])
     wide: gl.constexpr = gl.BlockedLayout([4, 1], [WIDTH // 4, 128 // WIDTH], [1, 4], [0, 1])
     y = gl.convert_layout(y, wide)
-    offs_n = row0 * WIDTH // 64 + gl.arange(0, WIDTH, gl.SliceLayout(1, wide))
-    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, wide))
-    mask = (offs_n < n_out).expand_dims(1) & (offs_m < rows).expand_dims(0)
-    if HAS_BIAS:
-        y += gl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(gl.float32).expand_dims(1)
-    at = offs_m.expand_dims(0) * n_out + offs_n.expand_dims(1)
-    if HAS_RESIDUAL:
-        y += gl.load(residual_ptr + at, mask=mask, other=0.0).to(gl.float32)
-    gl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    store_columns(y, out_ptr, bias_ptr, residual_ptr, row0 * WIDTH // 64, rows, n_out, HAS_BIAS, HAS_RESIDUAL, wide)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from specq_kernels import configs
 from specq_kernels.group_sums import Sides
-from specq_kernels.w4_gluon import add_group, gdc_launch_dependents, gdc_wait, pair, unpack
+from specq_kernels.w4_gluon import add_group, gdc_launch_dependents, gdc_wait, pair, store_columns, unpack
 from specq_kernels.w4_layout import FORMS, STEP, W4Weight
 
 
@@ -305,12 +305,4 @@ def _finish(
         total = gl.convert_layout(total.reshape([COLUMNS // 16, 2, 8, BLOCK_M]), pairs)
         gate, up = gl.split(total.permute([0, 2, 3, 1]))
         y = gl.convert_layout((gate / (1.0 + gl.exp(-gate)) * up).reshape([width, BLOCK_M]), wide)
-    offs_n = tile * width + gl.arange(0, width, gl.SliceLayout(1, wide))
-    offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, wide))
-    mask = (offs_n < n_out).expand_dims(1) & (offs_m < rows).expand_dims(0)
-    if HAS_BIAS:
-        y += gl.load(bias_ptr + offs_n, mask=offs_n < n_out, other=0.0).to(gl.float32).expand_dims(1)
-    at = offs_m.expand_dims(0) * n_out + offs_n.expand_dims(1)
-    if HAS_RESIDUAL:
-        y += gl.load(residual_ptr + at, mask=mask, other=0.0).to(gl.float32)
-    gl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    store_columns(y, out_ptr, bias_ptr, residual_ptr, tile * width, rows, n_out, HAS_BIAS, HAS_RESIDUAL, wide)

@@ -11,6 +11,7 @@ import torch
 
 PRODUCTS = ("w4", "w8a16", "w16a16", "dequantize", "gemm", "cutlass", "nvjet", "splitk")
 ATTENTION = ("attention",)
+TRACED = 2  # runs of a trace
 PLACES = 3  # kernels ahead that tell the places of one in a layer apart
 
 
@@ -75,12 +76,12 @@ def _in_turn(kernels: Iterable[Kernel]) -> Iterator[tuple[str, float, float]]:
         ended = kernel.end if ended is None else max(ended, kernel.end)
 
 
-def traced_shares(run: Callable[[], object], *, runs: int = 2) -> Shares:
+def traced_shares(run: Callable[[], object], *, runs: int = TRACED) -> Shares:
     """The shares of `run`, which asks a GPU for one step and does not wait."""
     return share_out(traced(run, runs=runs), runs=runs)
 
 
-def traced(run: Callable[[], object], *, runs: int = 2) -> list[Kernel]:
+def traced(run: Callable[[], object], *, runs: int = TRACED) -> list[Kernel]:
     """The kernels of `runs` calls of `run`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to standard error when it starts
     run()

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 from specq.bench.step_drafts import FORMS, draft_bytes, module_bytes, random_drafter
-from specq.bench.step_shares import kernel_lines, traced, traced_shares
+from specq.bench.step_shares import TRACED, kernel_lines, share_out, traced, traced_shares
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
 from specq.models.random_weights import GROUP, SHAPES, llama_config, random_model
@@ -77,9 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for context in options.contexts:
             bench = StepBench(model, context)
             for nodes, form in rows(options.nodes):
-                print(step_line(bench, name, nodes, form, bandwidth=bandwidth), flush=True)
-                if options.kernels:
-                    print("\n".join(kernel_lines(traced(bench.run), runs=2)), flush=True)
+                for line in step_lines(bench, name, nodes, form, bandwidth=bandwidth, kernels=options.kernels):
+                    print(line, flush=True)
             del bench
         if not options.kernels:
             print(sampling_line(model, name, min(options.contexts)), flush=True)
@@ -94,17 +93,21 @@ def rows(nodes: Sequence[int]) -> list[tuple[int, str]]:
     return [(count, "chain") for count in nodes] + [(count, "tree") for count in nodes if count in TREES]
 
 
-def step_line(bench: StepBench, name: str, nodes: int, form: str, *, bandwidth: float) -> str:
-    """One row of the table of steps."""
+def step_lines(
+    bench: StepBench, name: str, nodes: int, form: str, *, bandwidth: float, kernels: bool = False
+) -> list[str]:
+    """One row of the table of steps, with `kernels` a line for each of them behind it."""
     floor = (module_bytes(bench.model) + bench.kv_bytes) / bandwidth * 1e3
     bench.load(nodes, form)
-    step_ms, round_ms, shares = bench.step_ms(), bench.round_ms(nodes, form), traced_shares(bench.run)
+    step_ms, round_ms, trace = bench.step_ms(), bench.round_ms(nodes, form), traced(bench.run, runs=TRACED)
+    shares = share_out(trace, runs=TRACED)
     goal = STEP_TARGETS.get((name, bench.context, nodes, form))
     goals = f"{goal[0]:>7.2f}{goal[1]:>6.2f}" if goal else ""
-    return (
+    row = (
         f"{name:<6}{bench.context:>8}{nodes:>6} {form:<6}{step_ms:>8.3f}{round_ms:>8.3f}{floor:>8.3f}"
         f"{floor / step_ms:>6.0%}  {shares!s:<24}{goals}"
     )
+    return [row, *(kernel_lines(trace, runs=TRACED) if kernels else [])]
 
 
 def sampling_line(model: CausalLM, name: str, context: int) -> str:
