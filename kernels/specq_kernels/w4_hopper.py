@@ -264,12 +264,22 @@ def _store(
 
 
 @gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    """The stage used before this one."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _sum_groups(
     GROUP: gl.constexpr, x_smem, w_smem, meta_smem, sums_smem, full, empty, first, last, done,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HALVES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """The sums [64, BLOCK_M] of one or two halves of 64 columns over some steps of a unit, `done` groups before."""
+    """The sums [64, BLOCK_M] of one or two halves of 64 columns over some steps of a unit, `done` groups before.
+
+    A stage is given back a turn later, when all that was read from it has been used: a barrier lets reads under way
+    pass, and the copy of the next contents can overtake them.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 128]], [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[1, 0], [2, 0]], [], [4, 256]
@@ -282,6 +292,7 @@ def _sum_groups(
     stage = done % STAGES
     phase = (done // STAGES) & 1
     for group in range(first * 2, last * 2):
+        mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=group > first * 2)
         mbarrier.wait(full.index(stage), phase)
         words = w_smem.index(stage)
         scales = meta_smem.index(stage)
@@ -299,11 +310,11 @@ def _sum_groups(
         else:
             d_a = warpgroup_mma_wait(0, deps=[d_a])
             acc_a = scaled(acc_a, d_a, scales.slice(BLOCK * 16, 64), sums, group, dtype, FORM, SCALE_FP16, MMA)
-        mbarrier.arrive(empty.index(stage), count=1)
         stage += 1
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
         phase = gl.where(wraps, phase ^ 1, phase)
+    mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=last > first)
     return acc_a, acc_b
 
 
