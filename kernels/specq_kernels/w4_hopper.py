@@ -30,6 +30,8 @@ from specq_kernels.w4_hopper_device import (
     add_together,
     codes,
     finish_rows,
+    keep,
+    recall,
     run_places,
     scaled,
 )
@@ -44,6 +46,7 @@ REGISTERS = {  # by (groups, halves): a thread's as launched, and then those of 
 X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)  # warps read 512 bytes in a row
 LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+KEPT_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))  # of the sums of a run's parts so far
 LEAST_SUMS = gl.constexpr(32)  # of a copy: its place in shared memory is a multiple of 128 bytes
 SHARED = 228 * 1024  # bytes of a multiprocessor, of which each program takes 1 KB beside its own
 ENDS = 5 * 1024  # bytes in which a group turns its end of a tile, of programs of 128 columns at most
@@ -76,6 +79,7 @@ def launch(
     registers, later = REGISTERS[groups, halves]
     words, meta = weight.packed.view(padded_n // 16, padded_k * 2), weight.meta.view(-1)
     count = tiles * split + tail_tiles * tail_split
+    folds = parts[0] > split or parts[1] > tail_split
     slots = num_multiprocessors(x.device.index) * programs_at_once(config)
     most = max(split, tail_split)
     at_once = count <= slots and not may_share_device()
@@ -87,10 +91,10 @@ def launch(
         TensorDescriptor(sums.view(-1), [sums.numel()], [1], [max(block_m, LEAST_SUMS.value)], LINE_LAYOUT),
         bias if bias is not None else out, residual if residual is not None else out, out,
         partials, weight.counters, rows, out.shape[-1], padded_n, padded_k, *units, *parts,
-        BLOCK_M=block_m, STAGES=config["stages"], MOST=configs.split_bound(most),
+        BLOCK_M=block_m, STAGES=stages_of(config, folds=folds), MOST=configs.split_bound(most),
         FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, GROUPS=groups, HALVES=halves, LATER=later, ADDS=adds,
-        FOLDS=parts[0] > split or parts[1] > tail_split, TOGETHER=together,
+        FOLDS=folds, TOGETHER=together,
         num_warps=4, launch_pdl=True, maxnreg=registers,
     )  # fmt: skip
 
@@ -105,11 +109,17 @@ def groups_of(config: configs.Config) -> tuple[int, int]:
 
 
 def programs_at_once(config: configs.Config) -> int:
-    """Programs that one multiprocessor holds: two of 128 columns, where shared memory has room for both."""
+    """Programs that one multiprocessor holds."""
+    return 2 if config["block_n"] == 128 else 1
+
+
+def stages_of(config: configs.Config, *, folds: bool) -> int:
+    """Stages of a program: as many as it asks for and shared memory has room for, with or without sums put aside."""
     block_m, block_n = config["block_m"], config["block_n"]
-    stage = block_n * 64 + block_n * 4 + block_m * 256 + max(block_m, LEAST_SUMS.value) * 4
-    shared = config["stages"] * (stage + 16) + groups_of(config)[0] * ENDS + 1024
-    return 2 if block_n == 128 and 2 * shared <= SHARED else 1
+    stage = block_n * 64 + block_n * 4 + block_m * 256 + max(block_m, LEAST_SUMS.value) * 4 + 16
+    kept = block_n * block_m * 4 if folds else 0
+    room = SHARED // programs_at_once(config) - 1024 - groups_of(config)[0] * ENDS - kept
+    return min(config["stages"], room // stage)
 
 
 @gluon.jit
@@ -176,15 +186,15 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    GROUP: gl.constexpr, x_smem, w_smem, meta_smem, sums_smem, full, empty, bias_ptr, residual_ptr, out_ptr,
-    partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split, parts, tail_parts, padded_k,
+    GROUP: gl.constexpr, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
+    out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split, parts, tail_parts,
+    padded_k,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
     ADDS: gl.constexpr, FOLDS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """64 * HALVES columns of each of a program's units; a run's parts are added where its sums lie, then the runs."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    NEXT: gl.constexpr = 64 * BLOCK_M if ADDS else 64  # from one half's sums to the other's
     units = tiles * split + tail_tiles * tail_split
     done = 0  # groups of earlier units
     gdc_wait()  # x, partials and counters are the kernel ahead's until then
@@ -206,12 +216,13 @@ def _multiply(
                     BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, MMA,
                 )  # fmt: skip
                 if part > begin:
-                    places, has_place = run_places(partial_ptr, run, rows, column, padded_n, BLOCK_M, ADDS, MMA)
-                    acc_a = gl.load(places, mask=has_place, other=0.0) + acc_a
+                    acc_a = recall(kept_smem.index(GROUP * HALVES), acc_a)
                     if HALVES == 2:
-                        acc_b = gl.load(places + NEXT, mask=has_place, other=0.0) + acc_b
+                        acc_b = recall(kept_smem.index(GROUP * HALVES + 1), acc_b)
                 if part + 1 < end:
-                    _store(acc_a, acc_b, partial_ptr, run, rows, column, padded_n, BLOCK_M, HALVES, ADDS, MMA)
+                    keep(kept_smem.index(GROUP * HALVES), acc_a)
+                    if HALVES == 2:
+                        keep(kept_smem.index(GROUP * HALVES + 1), acc_b)
         else:
             acc_a, acc_b = _sum_groups(
                 GROUP, x_smem, w_smem, meta_smem, sums_smem, full, empty, first, last, done,
@@ -335,6 +346,9 @@ def _w4a16_hopper_kernel(
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
     meta_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS * 16], meta_desc.layout)
     sums_smem = gl.allocate_shared_memory(gl.float32, [STAGES, SUMS], sums_desc.layout)
+    kept_smem = sums_smem  # not read where no parts are folded
+    if FOLDS:
+        kept_smem = gl.allocate_shared_memory(gl.float32, [GROUPS * HALVES, BLOCK_M // 8, 128, 4], KEPT_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -344,21 +358,21 @@ def _w4a16_hopper_kernel(
     if GROUPS == 4:
         gl.warp_specialize(
             [
-                (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, full, empty, bias_ptr, residual_ptr, out_ptr,
-                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
+                             out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
+                             tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
                              HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
-                (_multiply, (1, x_smem, w_smem, meta_smem, sums_smem, full, empty, bias_ptr, residual_ptr, out_ptr,
-                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                (_multiply, (1, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
+                             out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
+                             tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
                              HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
-                (_multiply, (2, x_smem, w_smem, meta_smem, sums_smem, full, empty, bias_ptr, residual_ptr, out_ptr,
-                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                (_multiply, (2, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
+                             out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
+                             tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
                              HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
-                (_multiply, (3, x_smem, w_smem, meta_smem, sums_smem, full, empty, bias_ptr, residual_ptr, out_ptr,
-                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                (_multiply, (3, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
+                             out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
+                             tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
                              HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),
@@ -369,13 +383,13 @@ def _w4a16_hopper_kernel(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, full, empty, bias_ptr, residual_ptr, out_ptr,
-                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
+                             out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
+                             tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
                              HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
-                (_multiply, (1, x_smem, w_smem, meta_smem, sums_smem, full, empty, bias_ptr, residual_ptr, out_ptr,
-                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                (_multiply, (1, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
+                             out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
+                             tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
                              HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),
@@ -386,9 +400,9 @@ def _w4a16_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, full, empty, bias_ptr, residual_ptr, out_ptr,
-                             partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split, tail_split,
-                             parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
+                (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
+                             out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
+                             tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
                              HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),

@@ -58,6 +58,28 @@ def run_places(partial_ptr, run, rows, column, padded_n, BLOCK_M: gl.constexpr, 
 
 
 @gluon.jit
+def _by_thread(acc):
+    """acc [64, BLOCK_M] of a group of four warps as [BLOCK_M / 8, 128, 4]: what a thread holds, four at a time."""
+    pieces = acc.reshape([4, 2, 8, acc.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])  # m8 w g t h p
+    return pieces.reshape([acc.shape[1] // 8, 128, 4])
+
+
+@gluon.jit
+def keep(smem, acc):
+    """Put acc [64, BLOCK_M] aside in shared memory, each thread what it holds."""
+    smem.store(_by_thread(acc))
+
+
+@gluon.jit
+def recall(smem, acc):
+    """What was kept, plus acc [64, BLOCK_M]."""
+    pieces = _by_thread(acc)
+    pieces = smem.load(pieces.type.layout) + pieces
+    pieces = pieces.reshape([acc.shape[1] // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])  # w h g m8 t p
+    return gl.convert_layout(pieces.reshape(acc.shape), acc.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def add_runs(partial_ptr, runs, column, padded_n, BLOCK_M: gl.constexpr, MOST: gl.constexpr, MMA: gl.constexpr):
     """The runs' sums [64, BLOCK_M] of 64 columns, added in order."""
     places, has_place = run_places(partial_ptr, 0, 0, column, padded_n, BLOCK_M, True, MMA)

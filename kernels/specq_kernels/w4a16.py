@@ -226,7 +226,7 @@ def _launch(
     folds = parts > split or tail_parts > tail_split
     partials = out
     if adds:
-        kept = most if most > 1 or folds else 0  # runs that pass through memory
+        kept = most if most > 1 or (folds and not config.get("roles")) else 0  # runs that pass through memory
         partials = x.new_empty(max(1, kept * config["block_m"] * padded_n), dtype=torch.float32)
     if config.get("roles"):
         from specq_kernels import w4_hopper  # needs sm_90 and Triton's gluon
