@@ -72,7 +72,8 @@ def attention_kernel(
     HEAD_DIM]; top (running maximum, log2) and total [pieces, kv_heads, rows]. Where the rows' positions lie on both
     sides of one at which a leaf's size doubles, a second phase serves the rows behind it.
     """
-    if EARLY:
+    LATE: tl.constexpr = BLOCK_Q > 16  # the merge's programs would crowd where few of these are
+    if EARLY and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(length_ptr, cache_modifier=".cg")  # not of the kernel ahead
     kv_head = tl.program_id(0)
@@ -160,6 +161,8 @@ def attention_kernel(
                 acc, top, total = _add_tile(acc, top, total, scores, scale, values)
             if FOLDED > 1:
                 acc, top, total = _fold(whole, whole_top, whole_total, acc, top, total)
+            if EARLY and LATE:
+                tl.extra.cuda.gdc_launch_dependents()
             to = (piece * KV_HEADS + kv_head) * rows + row
             to_part = partial_ptr + to[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
             tl.store(to_part, acc, mask=is_row[:, None] & is_d[None, :])

@@ -229,6 +229,9 @@ def _multiply(
                 BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, MMA,
             )  # fmt: skip
         done += (last - first) * 2
+        if GROUP == 0:  # noqa: SIM102 - decided when compiling, the next one when running
+            if unit + gl.num_programs(0) >= units:  # before, the next kernel's programs would be in the way
+                gdc_launch_dependents()
         is_last = True
         if not ADDS:
             _store(acc_a, acc_b, partial_ptr, run, rows, column, padded_n, BLOCK_M, HALVES, False, MMA)
@@ -341,7 +344,6 @@ def _w4a16_hopper_kernel(
     many programs as run at once. Arguments and units as in `_w4a16_kernel`."""
     BLOCKS: gl.constexpr = GROUPS * HALVES * 4  # of 16 columns
     SUMS: gl.constexpr = BLOCK_M if BLOCK_M > LEAST_SUMS else LEAST_SUMS
-    gdc_launch_dependents()
     w_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS, 256], w_desc.layout)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
     meta_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS * 16], meta_desc.layout)

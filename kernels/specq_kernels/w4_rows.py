@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from specq_kernels import configs
 from specq_kernels.group_sums import Sides
+from specq_kernels.launch import num_multiprocessors
 from specq_kernels.w4_gluon import add_group, gdc_launch_dependents, gdc_wait, pair, store_columns, unpack
 from specq_kernels.w4_layout import FORMS, STEP, W4Weight
 
@@ -39,7 +40,9 @@ def launch(
     split, _, _ = configs.split_of(config, n=padded_n, k=padded_k)
     parts, _ = configs.parts_of(config, n=padded_n, k=padded_k)
     options = {"maxnreg": config["registers"]} if config.get("registers") else {}
-    _w4_rows_kernel[(padded_n // (16 * config["blocks"] * n_warps),)](
+    programs = padded_n // (16 * config["blocks"] * n_warps)
+    late = programs > num_multiprocessors(lanes.device.index)  # else the next kernel's find room beside these
+    _w4_rows_kernel[(programs,)](
         lanes.view(torch.int32), weight.packed, weight.meta, sums, bias if bias is not None else out,
         residual if residual is not None else out, out, rows, out.shape[-1], padded_n, padded_k,
         BLOCKS=config["blocks"], BLOCK_M=config["block_m"], K_WARPS=k_warps, N_WARPS=n_warps, PARTS=parts // k_warps,
@@ -47,7 +50,7 @@ def launch(
         SCALE_FP16=weight.scale_dtype == torch.float16, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         SILU=weight.is_gate_up, EVEN=padded_k // STEP % k_warps == 0, FEW=rows < config["block_m"],
         HOLD=bool(config.get("hold", 1)), POLICY="evict_first" if config.get("once") else "",
-        DTYPE=gl.bfloat16 if lanes.dtype == torch.bfloat16 else gl.float16, EARLY=early,
+        DTYPE=gl.bfloat16 if lanes.dtype == torch.bfloat16 else gl.float16, EARLY=early, LATE=late,
         num_warps=k_warps * n_warps, launch_pdl=early, **options,
     )  # fmt: skip
 
@@ -124,7 +127,7 @@ def _w4_rows_kernel(
     BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, K_WARPS: gl.constexpr, N_WARPS: gl.constexpr, PARTS: gl.constexpr,
     SPLIT: gl.constexpr, STRIDE: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, EVEN: gl.constexpr, FEW: gl.constexpr, HOLD: gl.constexpr,
-    POLICY: gl.constexpr, DTYPE: gl.constexpr, EARLY: gl.constexpr,
+    POLICY: gl.constexpr, DTYPE: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """BLOCKS * N_WARPS * 16 columns of W x.T a program; x int32 pairs in lane order, w and meta as in w4_layout.
 
@@ -141,7 +144,7 @@ def _w4_rows_kernel(
     MAGIC: gl.constexpr = 128.0 if gl.bfloat16 == DTYPE else 1024.0
     HIGH_ROWS: gl.constexpr = 1.0 if gl.bfloat16 == DTYPE else 16.0
     META_WORDS: gl.constexpr = 1 if FORM == 0 else 2
-    if EARLY:
+    if EARLY and not LATE:
         gdc_launch_dependents()
     tile = gl.program_id(0)
     steps = padded_k // 256
@@ -249,6 +252,8 @@ def _w4_rows_kernel(
                 ends = ends & (no_step == 0)
                 part2 = gl.where(ends, acc, part2)
                 acc = gl.where(ends, 0.0, acc)
+    if EARLY and LATE:
+        gdc_launch_dependents()
     _finish(acc, part0, part1, part2, out_ptr, bias_ptr, residual_ptr, tile, rows, n_out, COLUMNS, BLOCK_M, K_WARPS,
             N_WARPS, PARTS, SPLIT, HAS_BIAS, HAS_RESIDUAL, SILU)  # fmt: skip
 

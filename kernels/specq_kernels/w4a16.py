@@ -280,8 +280,6 @@ def _w4a16_kernel(
     PASSES: tl.constexpr = 256 // STEP  # passes a block of 256 k, the unit of `meta` and of the split
     HIGH_ROWS: tl.constexpr = 16.0 if PTX and dtype == tl.float16 else 1.0  # factor of the codes in rows h = 1
 
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     pid_n, pid_k, runs, first, last = unit_range(tl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
     row_words = padded_k * 2  # of 16 rows
     w_ptrs = w_ptr + (pid_n * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * row_words + tl.arange(0, 128)[None, :]
@@ -329,6 +327,8 @@ def _w4a16_kernel(
             GROUP, FORM, SCALE_FP16, BLOCK_N, BLOCK_M, STEP, STAGES, EVEN_K, EVEN_M, PTX, DIRECT,
         )  # fmt: skip
 
+    if EARLY:  # before, the next kernel's programs would be in the way of these
+        tl.extra.cuda.gdc_launch_dependents()
     is_last = ADDS
     if not ADDS:
         tl.store(run_ptr + at, acc, mask=is_row)

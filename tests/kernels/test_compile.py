@@ -134,7 +134,8 @@ from specq_kernels import w4_rows
 for blocks, k_warps, n_warps, parts, rows, form, silu in ((1, 4, 1, 3, 8, 0, False), (2, 2, 2, 1, 16, 2, True)):
     constants = dict(BLOCKS=blocks, BLOCK_M=rows, K_WARPS=k_warps, N_WARPS=n_warps, PARTS=parts, SPLIT=k_warps // 2,
                      STRIDE=16, FORM=form, SCALE_FP16=True, HAS_BIAS=True, HAS_RESIDUAL=True, SILU=silu,
-                     EVEN=not silu, FEW=True, HOLD=True, POLICY="evict_first", DTYPE=gl.bfloat16, EARLY=EARLY)
+                     EVEN=not silu, FEW=True, HOLD=True, POLICY="evict_first", DTYPE=gl.bfloat16, EARLY=EARLY,
+                     LATE=silu)
     build(f"few rows {rows}", w4_rows._w4_rows_kernel, constants, x_ptr="*i32")
 if ARCH == 90:
     from specq_kernels import w4_hopper
