@@ -4,7 +4,8 @@ The same numbers as `_w4a16_kernel` bit for bit: same parts of K, same instructi
 takes tiles of 256 columns, or of 128 columns and then two programs run on a multiprocessor; the loader brings codes,
 scales, x and its sums into shared memory, also those of the next tile while one ends, and each of the `groups` of four
 warps unpacks and multiplies its share of the columns, 64 or two halves of 64. More groups overlap one's unpacking and
-scaling with another's products; fewer keep more in registers. Groups of 128 k, one level.
+scaling with another's products; fewer keep more in registers. Where a run has several parts of K, their sums so far
+wait in shared memory. Groups of 128 k, one level.
 """
 
 from __future__ import annotations
