@@ -47,6 +47,7 @@ def build(name, fn, constants, dtype="bf16", warps=4, **types):
     built = compile(source, target=GPUTarget("cuda", ARCH, 32), options={"num_warps": warps, "launch_pdl": EARLY})
     assert built.asm["cubin"]
     report[name] = built.metadata.shared
+    return built.asm["ptx"]
 
 ARCH = int(sys.argv[1])
 EARLY = ARCH >= 90
@@ -149,11 +150,15 @@ if ARCH == 90:
                          HAS_RESIDUAL=True, SILU=silu, GROUPS=groups, HALVES=halves,
                          LATER=w4_hopper.REGISTERS[groups, halves][1], ADDS=halves == 1 or silu, FOLDS=True,
                          TOGETHER=not silu and halves == 1)
-        build(f"roles {columns} {groups}", w4_hopper._w4a16_hopper_kernel, constants,
-              x_desc=f"tensordesc<bf16[{rows},128],{w4_hopper.X_LAYOUT!r}>",
-              w_desc=f"tensordesc<i32[{columns // 16},256],{w4_hopper.CODES_LAYOUT!r}>",
-              meta_desc=f"tensordesc<i32[{columns}],{w4_hopper.LINE_LAYOUT!r}>",
-              sums_desc=f"tensordesc<fp32[{max(rows, 32)}],{w4_hopper.LINE_LAYOUT!r}>")
+        ptx = build(f"roles {columns} {groups}", w4_hopper._w4a16_hopper_kernel, constants,
+                    x_desc=f"tensordesc<bf16[{rows},128],{w4_hopper.X_LAYOUT!r}>",
+                    w_desc=f"tensordesc<i32[{columns // 16},256],{w4_hopper.CODES_LAYOUT!r}>",
+                    meta_desc=f"tensordesc<i32[{columns}],{w4_hopper.LINE_LAYOUT!r}>",
+                    sums_desc=f"tensordesc<fp32[{max(rows, 32)}],{w4_hopper.LINE_LAYOUT!r}>")
+        turns = [block for block in ptx.split("\\n$L__BB") if "wgmma.mma_async" in block]
+        assert len(turns) == groups
+        for turn in turns:  # a stage is given back in the turn behind its own, before that reads: no copy overtakes
+            assert turn.rindex("mbarrier.arrive.shared") < turn.index("ld.shared")
 print(json.dumps(report))
 '''
 
