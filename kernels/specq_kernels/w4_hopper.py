@@ -66,6 +66,7 @@ def launch(
     config: configs.Config,
     *,
     adds: bool,
+    folds: bool,
 ) -> None:
     """Fill `out` with the product; arguments as `w4a16` prepares them.
 
@@ -80,7 +81,6 @@ def launch(
     registers, later = REGISTERS[groups, halves]
     words, meta = weight.packed.view(padded_n // 16, padded_k * 2), weight.meta.view(-1)
     count = tiles * split + tail_tiles * tail_split
-    folds = parts[0] > split or parts[1] > tail_split
     slots = num_multiprocessors(x.device.index) * programs_at_once(config)
     most = max(split, tail_split)
     at_once = count <= slots and not may_share_device()
@@ -95,8 +95,7 @@ def launch(
         BLOCK_M=block_m, STAGES=stages_of(config, folds=folds), MOST=configs.split_bound(most),
         FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, GROUPS=groups, HALVES=halves, LATER=later, ADDS=adds,
-        FOLDS=folds, TOGETHER=together,
-        num_warps=4, launch_pdl=True, maxnreg=registers,
+        FOLDS=folds, TOGETHER=together, num_warps=4, launch_pdl=True, maxnreg=registers,
     )  # fmt: skip
 
 

@@ -231,7 +231,8 @@ def _launch(
     if config.get("roles"):
         from specq_kernels import w4_hopper  # needs sm_90 and Triton's gluon
 
-        w4_hopper.launch(x, weight, sums, bias, residual, out, partials, units, (parts, tail_parts), config, adds=adds)
+        w4_hopper.launch(x, weight, sums, bias, residual, out, partials, units, (parts, tail_parts), config,
+                         adds=adds, folds=folds)  # fmt: skip
         return
     early = has_dependent_launch(x)
     _w4a16_kernel[(tiles * split + tail_tiles * tail_split,)](
