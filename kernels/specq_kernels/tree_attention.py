@@ -147,10 +147,10 @@ def attention_config(rows: int, all_rows: int, summed: int) -> Config:
     sums of FOLD leaves at once. None but `leaves` enters a row's bits.
     """
     merged = max(summed, 1 if all_rows <= 1024 else 2 if all_rows <= 2048 else 4)
-    few = {"leaves": LEAVES, "folded": 1, "block_q": 64, "stages": 3, "merged": merged, "batch": 4}
+    few = {"leaves": LEAVES, "folded": 1, "block_q": 64, "stages": 3, "merged": merged, "batch": 6}
     if rows <= 16:
-        return {**few, "block_q": 16, "stages": 2}
-    return few if rows <= 128 else {**few, "folded": FOLD, "batch": 6}
+        return {**few, "block_q": 16, "stages": 2, "batch": 4}
+    return few if rows <= 128 else {**few, "folded": FOLD}
 
 
 def sides_group(sides: Sides | None, q: Tensor) -> int | None:

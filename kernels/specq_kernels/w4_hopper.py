@@ -1,11 +1,10 @@
 """The 4-bit product on Hopper with warps of separate roles (sm_90): one loads, one to four groups of four multiply.
 
-The same numbers as `_w4a16_kernel` bit for bit: same parts of K, same instruction, same form of the scales. A program
-takes tiles of 256 columns, or of 128 columns and then two programs run on a multiprocessor; the loader brings codes,
-scales, x and its sums into shared memory, also those of the next tile while one ends, and each of the `groups` of four
-warps unpacks and multiplies its share of the columns, 64 or two halves of 64. More groups overlap one's unpacking and
-scaling with another's products; fewer keep more in registers. Where a run has several parts of K, their sums so far
-wait in shared memory. Groups of 128 k, one level.
+The same numbers as `_w4a16_kernel` bit for bit: same parts of K, same form of the scales, instructions that add alike. A
+program takes tiles of 256 columns, or of 128 columns and then two programs run on a multiprocessor; the loader brings
+codes, scales, x and its sums into shared memory, 256 k a stage, also those of the next tile while one ends, and each of
+the `groups` of four warps unpacks and multiplies its share of the columns, 64 or two halves of 64. Where a run has
+several parts of K, their sums so far wait in shared memory. Groups of 128 k, one level.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -70,10 +70,10 @@ def launch(
 ) -> None:
     """Fill `out` with the product; arguments as `w4a16` prepares them.
 
-    `config` says block_n (128 or 256), stages, `groups` (block_n / 128 where it does not say) and `together`: whether
-    all programs of a tile add its runs, each some rows, instead of the one that ends last. They wait for each other,
-    so this is done only where all units run at once, one stream at a time and no other process beside. Raises
-    ValueError where no program has such groups.
+    `config` says block_n (128 or 256), stages, `groups` (block_n / 128 where it does not say), `sync`: whether to
+    multiply by `mma.sync`, which pays up to 16 rows, and `together`: whether all programs of a tile add its runs, each
+    some rows, instead of the one that ends last. They wait for each other, so this is done only where all units run at
+    once, one stream at a time and no other process beside. Raises ValueError where no program has such groups.
     """
     (rows, k), (padded_n, padded_k), block_m, block_n = x.shape, weight.padded, config["block_m"], config["block_n"]
     tiles, tail_tiles, split, tail_split = units
@@ -95,7 +95,7 @@ def launch(
         BLOCK_M=block_m, STAGES=stages_of(config, folds=folds), MOST=configs.split_bound(most),
         FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, GROUPS=groups, HALVES=halves, LATER=later, ADDS=adds,
-        FOLDS=folds, TOGETHER=together, num_warps=4, launch_pdl=True, maxnreg=registers,
+        FOLDS=folds, TOGETHER=together, SYNC=bool(config.get("sync")), num_warps=4, launch_pdl=True, maxnreg=registers,
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def programs_at_once(config: configs.Config) -> int:
 def stages_of(config: configs.Config, *, folds: bool) -> int:
     """Stages of a program: as many as it asks for and shared memory has room for, with or without sums put aside."""
     block_m, block_n = config["block_m"], config["block_n"]
-    stage = block_n * 64 + block_n * 4 + block_m * 256 + max(block_m, LEAST_SUMS.value) * 4 + 16
+    stage = 2 * (block_n * 64 + block_n * 4 + block_m * 256 + max(block_m, LEAST_SUMS.value) * 4) + 16
     kept = block_n * block_m * 4 if folds else 0
     room = SHARED // programs_at_once(config) - 1024 - groups_of(config)[0] * ENDS - kept
     return min(config["stages"], room // stage)
@@ -136,23 +136,29 @@ def _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k):
 
 @gluon.jit
 def _load_codes(
-    w_desc, meta_desc, w_smem, meta_smem, full, stage, tile, group, padded_n,
+    w_desc, meta_desc, w_smem, meta_smem, full, stage, tile, step, padded_n,
     BLOCK_M: gl.constexpr, FORM: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Ask 128 k of codes and their scales into a stage, whose barrier then waits for them, x and its sums."""
+    """Ask 256 k of codes and their scales into a stage, whose barrier then waits for them, x and its sums."""
     SUMS: gl.constexpr = BLOCK_M if BLOCK_M > LEAST_SUMS else LEAST_SUMS
-    mbarrier.expect(full.index(stage), BLOCKS * (1024 + 64) + BLOCK_M * 256 + SUMS * 4)
-    tma.async_copy_global_to_shared(w_desc, [tile * BLOCKS, group * 256], full.index(stage), w_smem.index(stage))
-    row = group // 2 if FORM == 0 else group  # symmetric scales of two groups share a word
-    at = row * padded_n + tile * (BLOCKS * 16)
-    tma.async_copy_global_to_shared(meta_desc, [at], full.index(stage), meta_smem.index(stage))
+    WORDS: gl.constexpr = 1 if FORM == 0 else 2  # symmetric scales of two groups share a word
+    mbarrier.expect(full.index(stage), BLOCKS * (2048 + 64 * WORDS) + BLOCK_M * 512 + SUMS * 8)
+    for j in gl.static_range(2):
+        to = w_smem.index(stage * 2 + j)
+        tma.async_copy_global_to_shared(w_desc, [tile * BLOCKS, step * 512 + j * 256], full.index(stage), to)
+    for j in gl.static_range(WORDS):
+        at = (step * WORDS + j) * padded_n + tile * (BLOCKS * 16)
+        tma.async_copy_global_to_shared(meta_desc, [at], full.index(stage), meta_smem.index(stage * WORDS + j))
 
 
 @gluon.jit
-def _load_x(x_desc, sums_desc, x_smem, sums_smem, full, stage, group, BLOCK_M: gl.constexpr):
-    """Ask 128 k of x and their sums into a stage."""
-    tma.async_copy_global_to_shared(x_desc, [0, group * 128], full.index(stage), x_smem.index(stage))
-    tma.async_copy_global_to_shared(sums_desc, [group * BLOCK_M], full.index(stage), sums_smem.index(stage))
+def _load_x(x_desc, sums_desc, x_smem, sums_smem, full, stage, step, BLOCK_M: gl.constexpr):
+    """Ask 256 k of x and their sums into a stage."""
+    for j in gl.static_range(2):
+        group = step * 2 + j
+        tma.async_copy_global_to_shared(x_desc, [0, group * 128], full.index(stage), x_smem.index(stage * 2 + j))
+        to = sums_smem.index(stage * 2 + j)
+        tma.async_copy_global_to_shared(sums_desc, [group * BLOCK_M], full.index(stage), to)
 
 
 @gluon.jit
@@ -164,24 +170,23 @@ def _load(
     """Codes of the first stages before the kernel ahead has ended, x after it; then both as stages become free."""
     units = tiles * split + tail_tiles * tail_split
     tile, _, _, first, last = _unit_range(gl.program_id(0), tiles, tail_tiles, split, tail_split, padded_k)
-    count = gl.minimum((last - first) * 2, STAGES)
+    count = gl.minimum(last - first, STAGES)
     for i in range(count):
-        group = first * 2 + i
-        _load_codes(w_desc, meta_desc, w_smem, meta_smem, full, i, tile, group, padded_n, BLOCK_M, FORM, BLOCKS)
+        _load_codes(w_desc, meta_desc, w_smem, meta_smem, full, i, tile, first + i, padded_n, BLOCK_M, FORM, BLOCKS)
     gdc_wait()
     for i in range(count):
-        _load_x(x_desc, sums_desc, x_smem, sums_smem, full, i, first * 2 + i, BLOCK_M)
-    done = 0  # groups of earlier units
+        _load_x(x_desc, sums_desc, x_smem, sums_smem, full, i, first + i, BLOCK_M)
+    done = 0  # steps of earlier units
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, _, _, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
         begin = gl.where(unit == gl.program_id(0), count, 0)
-        for i in range(begin, (last - first) * 2):
+        for i in range(begin, last - first):
             stage = (done + i) % STAGES
             mbarrier.wait(empty.index(stage), ((done + i) // STAGES + 1) & 1)
-            group = first * 2 + i
-            _load_codes(w_desc, meta_desc, w_smem, meta_smem, full, stage, tile, group, padded_n, BLOCK_M, FORM, BLOCKS)
-            _load_x(x_desc, sums_desc, x_smem, sums_smem, full, stage, group, BLOCK_M)
-        done += (last - first) * 2
+            step = first + i
+            _load_codes(w_desc, meta_desc, w_smem, meta_smem, full, stage, tile, step, padded_n, BLOCK_M, FORM, BLOCKS)
+            _load_x(x_desc, sums_desc, x_smem, sums_smem, full, stage, step, BLOCK_M)
+        done += last - first
 
 
 @gluon.jit
@@ -191,12 +196,15 @@ def _multiply(
     padded_k,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
-    ADDS: gl.constexpr, FOLDS: gl.constexpr, TOGETHER: gl.constexpr,
+    ADDS: gl.constexpr, FOLDS: gl.constexpr, TOGETHER: gl.constexpr, SYNC: gl.constexpr,
 ):  # fmt: skip
     """64 * HALVES columns of each of a program's units; a run's parts are added where its sums lie, then the runs."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    MMA: gl.constexpr = (
+        gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]) if SYNC
+        else gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    )  # fmt: skip
     units = tiles * split + tail_tiles * tail_split
-    done = 0  # groups of earlier units
+    done = 0  # steps of earlier units
     gdc_wait()  # x, partials and counters are the kernel ahead's until then
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, run, runs, first, last = _unit_range(unit, tiles, tail_tiles, split, tail_split, padded_k)
@@ -212,8 +220,8 @@ def _multiply(
                 start = part * (padded_k // 256) // of_tile
                 acc_a, acc_b = _sum_groups(
                     GROUP, x_smem, w_smem, meta_smem, sums_smem, full, empty, start,
-                    (part + 1) * (padded_k // 256) // of_tile, done + (start - first) * 2,
-                    BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, MMA,
+                    (part + 1) * (padded_k // 256) // of_tile, done + start - first,
+                    BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, SYNC, MMA,
                 )  # fmt: skip
                 if part > begin:
                     acc_a = recall(kept_smem.index(GROUP * HALVES), acc_a)
@@ -226,9 +234,9 @@ def _multiply(
         else:
             acc_a, acc_b = _sum_groups(
                 GROUP, x_smem, w_smem, meta_smem, sums_smem, full, empty, first, last, done,
-                BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, MMA,
+                BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, SYNC, MMA,
             )  # fmt: skip
-        done += (last - first) * 2
+        done += last - first
         if GROUP == 0:  # noqa: SIM102 - decided when compiling, the next one when running
             if unit + gl.num_programs(0) >= units:  # before, the next kernel's programs would be in the way
                 gdc_launch_dependents()
@@ -278,6 +286,15 @@ def _store(
 
 
 @gluon.jit
+def _product(w, x, zero, SYNC: gl.constexpr):
+    """w [64, 128] times x [128, BLOCK_M] of registers, done (`mma.sync`), or of shared memory, begun (`wgmma`)."""
+    if SYNC:
+        return mma_v2(w, x, zero)
+    else:
+        return warpgroup_mma(w, x, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _before(stage, STAGES: gl.constexpr):
     """The stage used before this one."""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
@@ -287,7 +304,7 @@ def _before(stage, STAGES: gl.constexpr):
 def _sum_groups(
     GROUP: gl.constexpr, x_smem, w_smem, meta_smem, sums_smem, full, empty, first, last, done,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
-    HALVES: gl.constexpr, MMA: gl.constexpr,
+    HALVES: gl.constexpr, SYNC: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """The sums [64, BLOCK_M] of one or two halves of 64 columns over some steps of a unit, `done` groups before.
 
@@ -298,6 +315,8 @@ def _sum_groups(
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 128]], [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[1, 0], [2, 0]], [], [4, 256]
     )
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, MMA)
+    ROWS: gl.constexpr = gl.SliceLayout(0, MMA)
     BLOCK: gl.constexpr = GROUP * HALVES * 4  # of 16 columns
     dtype: gl.constexpr = x_smem.dtype
     acc_a = gl.zeros([64, BLOCK_M], gl.float32, MMA)
@@ -305,25 +324,31 @@ def _sum_groups(
     zero = gl.zeros([64, BLOCK_M], gl.float32, MMA)
     stage = done % STAGES
     phase = (done // STAGES) & 1
-    for group in range(first * 2, last * 2):
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=group > first * 2)
+    for step in range(first, last):
+        mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=step > first)
         mbarrier.wait(full.index(stage), phase)
-        words = w_smem.index(stage)
-        scales = meta_smem.index(stage)
-        sums = sums_smem.index(stage).slice(0, BLOCK_M)
-        x = x_smem.index(stage).permute([1, 0])
-        d_a = warpgroup_mma(codes(words.slice(BLOCK, 4, 0).load(WORDS), dtype, OPERAND), x, zero,
-                            use_acc=False, is_async=True)  # fmt: skip
-        if HALVES == 2:
-            d_b = warpgroup_mma(codes(words.slice(BLOCK + 4, 4, 0).load(WORDS), dtype, OPERAND), x, zero,
-                                use_acc=False, is_async=True)  # fmt: skip
-            d_a = warpgroup_mma_wait(1, deps=[d_a])
-            acc_a = scaled(acc_a, d_a, scales.slice(BLOCK * 16, 64), sums, group, dtype, FORM, SCALE_FP16, MMA)
-            d_b, acc_a = warpgroup_mma_wait(0, deps=[d_b, acc_a])  # acc_a is added while the second half multiplies
-            acc_b = scaled(acc_b, d_b, scales.slice(BLOCK * 16 + 64, 64), sums, group, dtype, FORM, SCALE_FP16, MMA)
-        else:
-            d_a = warpgroup_mma_wait(0, deps=[d_a])
-            acc_a = scaled(acc_a, d_a, scales.slice(BLOCK * 16, 64), sums, group, dtype, FORM, SCALE_FP16, MMA)
+        for j in gl.static_range(2):
+            words = w_smem.index(stage * 2 + j)
+            scales = meta_smem.index(stage if FORM == 0 else stage * 2 + j)
+            x = x_smem.index(stage * 2 + j).permute([1, 0])
+            if SYNC:
+                x = x.load(gl.DotOperandLayout(1, MMA, 2))
+            scale_a = scales.slice(BLOCK * 16, 64).load(COLUMNS)  # read before the product, not behind it
+            sums = sums_smem.index(stage * 2 + j).slice(0, BLOCK_M).load(ROWS)
+            d_a = _product(codes(words.slice(BLOCK, 4, 0).load(WORDS), dtype, OPERAND), x, zero, SYNC)
+            if HALVES == 2:
+                scale_b = scales.slice(BLOCK * 16 + 64, 64).load(COLUMNS)
+                d_b = _product(codes(words.slice(BLOCK + 4, 4, 0).load(WORDS), dtype, OPERAND), x, zero, SYNC)
+                if not SYNC:
+                    d_a = warpgroup_mma_wait(1, deps=[d_a])
+                acc_a = scaled(acc_a, d_a, scale_a, sums, j, dtype, FORM, SCALE_FP16, MMA)
+                if not SYNC:  # acc_a is added while the second half multiplies
+                    d_b, acc_a = warpgroup_mma_wait(0, deps=[d_b, acc_a])
+                acc_b = scaled(acc_b, d_b, scale_b, sums, j, dtype, FORM, SCALE_FP16, MMA)
+            else:
+                if not SYNC:
+                    d_a = warpgroup_mma_wait(0, deps=[d_a])
+                acc_a = scaled(acc_a, d_a, scale_a, sums, j, dtype, FORM, SCALE_FP16, MMA)
         stage += 1
         wraps = stage == STAGES
         stage = gl.where(wraps, 0, stage)
@@ -338,16 +363,17 @@ def _w4a16_hopper_kernel(
     rows, n_out, padded_n, padded_k, tiles, tail_tiles, split, tail_split, parts, tail_parts,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
-    LATER: gl.constexpr, ADDS: gl.constexpr, FOLDS: gl.constexpr, TOGETHER: gl.constexpr,
+    LATER: gl.constexpr, ADDS: gl.constexpr, FOLDS: gl.constexpr, TOGETHER: gl.constexpr, SYNC: gl.constexpr,
 ):  # fmt: skip
     """Units, tiles [64 * HALVES * GROUPS, BLOCK_M] of W x.T over one run of K, one after another in each program; as
     many programs as run at once. Arguments and units as in `_w4a16_kernel`."""
     BLOCKS: gl.constexpr = GROUPS * HALVES * 4  # of 16 columns
     SUMS: gl.constexpr = BLOCK_M if BLOCK_M > LEAST_SUMS else LEAST_SUMS
-    w_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS, 256], w_desc.layout)
-    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
-    meta_smem = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS * 16], meta_desc.layout)
-    sums_smem = gl.allocate_shared_memory(gl.float32, [STAGES, SUMS], sums_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.int32, [STAGES * 2, BLOCKS, 256], w_desc.layout)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, BLOCK_M, 128], x_desc.layout)
+    WORDS: gl.constexpr = STAGES if FORM == 0 else STAGES * 2
+    meta_smem = gl.allocate_shared_memory(gl.int32, [WORDS, BLOCKS * 16], meta_desc.layout)
+    sums_smem = gl.allocate_shared_memory(gl.float32, [STAGES * 2, SUMS], sums_desc.layout)
     kept_smem = sums_smem  # not read where no parts are folded
     if FOLDS:
         kept_smem = gl.allocate_shared_memory(gl.float32, [GROUPS * HALVES, BLOCK_M // 8, 128, 4], KEPT_LAYOUT)
@@ -363,19 +389,19 @@ def _w4a16_hopper_kernel(
                 (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
                 (_multiply, (1, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
                 (_multiply, (2, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
                 (_multiply, (3, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),
             ],
@@ -388,11 +414,11 @@ def _w4a16_hopper_kernel(
                 (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
                 (_multiply, (1, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),
             ],
@@ -405,7 +431,7 @@ def _w4a16_hopper_kernel(
                 (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),
             ],

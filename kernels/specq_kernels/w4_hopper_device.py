@@ -18,18 +18,18 @@ def codes(q, dtype: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def scaled(
-    acc, d, scales, sums, group, dtype: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr, MMA: gl.constexpr
-):
-    """acc [64, BLOCK_M] plus a group's product d; its words of scales and the sums of x lie in shared memory."""
+    acc, d, word, sums, group: gl.constexpr, dtype: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """acc [64, BLOCK_M] plus a group's product d, by its words of scales [64] and the sums of x [BLOCK_M]."""
     MAGIC: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
     HIGH_ROWS: gl.constexpr = 1.0 if dtype == gl.bfloat16 else 16.0
     offs_row = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     factor = gl.where(offs_row % 16 < 8, 1.0, HIGH_ROWS)
     inverse = gl.where(offs_row % 16 < 8, 1.0, 1.0 / HIGH_ROWS)
-    word = scales.load(gl.SliceLayout(1, MMA))
     if FORM == 0:
-        word = word >> ((group & 1) * 16)
-    return add_group(acc, d, word, factor, inverse, sums.load(gl.SliceLayout(0, MMA)), MAGIC, FORM, SCALE_FP16, 0)
+        word = word >> (group % 2 * 16)
+    return add_group(acc, d, word, factor, inverse, sums, MAGIC, FORM, SCALE_FP16, 0)
 
 
 @gluon.jit

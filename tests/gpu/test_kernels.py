@@ -26,9 +26,10 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROLES = [  # every kind of tile of w4_hopper
-    {"block_n": block_n, "groups": groups, "stages": 4, "roles": 1, "together": together}
+    {"block_n": block_n, "groups": groups, "stages": 4, "roles": 1, "together": together, "sync": sync}
     for together in (0, 1)
     for block_n, groups in ((128, 1), (128, 2), (256, 2), (256, 4))
+    for sync in (0, 1)
 ]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # output rounding 2^-9 and 2^-12 of the value, and slack
 
