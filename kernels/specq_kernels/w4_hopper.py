@@ -1,7 +1,7 @@
 """The 4-bit product on Hopper with warps of separate roles (sm_90): one loads, one to four groups of four multiply.
 
-The same numbers as `_w4a16_kernel` bit for bit: same parts of K, same form of the scales, instructions that add alike. A
-program takes tiles of 256 columns, or of 128 columns and then two programs run on a multiprocessor; the loader brings
+The same numbers as `_w4a16_kernel` bit for bit: same parts of K, same form of the scales, instructions that add alike.
+A program takes tiles of 256 columns, or of 128 columns and then two programs run on a multiprocessor; the loader brings
 codes, scales, x and its sums into shared memory, 256 k a stage, also those of the next tile while one ends, and each of
 the `groups` of four warps unpacks and multiplies its share of the columns, 64 or two halves of 64. Where a run has
 several parts of K, their sums so far wait in shared memory. Groups of 128 k, one level.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,10 +113,16 @@ def test_a_piped_line_is_a_turn_and_the_answers_are_all_of_standard_output(specq
 
 
 def test_a_cut_at_the_default_length_is_said(call, model, monkeypatch) -> None:
-    for module in ("chat", "chat_session"):
-        monkeypatch.setattr(f"specq.cli.{module}.CHAT_TOKENS", 6)
+    monkeypatch.setattr("specq.cli.chat_session.CHAT_TOKENS", 6)
     done = call("chat", model, stdin="hello\n")
     assert "cut at 6 tokens: --max-new-tokens N" in done.err
+
+
+def test_the_models_generation_config_bounds_an_answer(call, model, tmp_path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"max_new_tokens": 5}))
+    assert "cut at 5 tokens: --max-new-tokens N" in call("chat", folder, stdin="hello\n").err
 
 
 def test_a_block_between_quotes_is_one_message(call, model) -> None:

@@ -210,3 +210,10 @@ def test_an_answer_without_a_chosen_length_ends_at_the_default(session, monkeypa
     free.set("max_new_tokens", "9")
     say(free, "hello")
     assert (free.results[1].tokens_out, free.was_cut) == (9, False)
+
+
+def test_the_models_own_length_comes_before_the_default(session) -> None:
+    chat = session(max_new_tokens=None)
+    chat.pipeline.answer_length = 5
+    say(chat, "hello")
+    assert (chat.results[0].tokens_out, chat.was_cut, chat.settings()["max_new_tokens"]) == (5, True, "5")

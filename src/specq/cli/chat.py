@@ -11,7 +11,6 @@ import typer
 
 from specq.cli.console import Console, interrupt_as_request
 from specq.cli.options import (
-    CHAT_TOKENS,
     Model,
     OutputOptions,
     PipelineOptions,
@@ -126,7 +125,7 @@ def show_answer(session: ChatSession, text: str, console: Console, *, is_streame
     console.note(console.dim(status_line(session.results[-1], plain_tps=plain_tps)))
     if session.was_cut:
         console.note(
-            f"cut at {CHAT_TOKENS} tokens: --max-new-tokens N, or /set max_new_tokens N, allows longer answers"
+            f"cut at {session.longest} tokens: --max-new-tokens N, or /set max_new_tokens N, allows longer answers"
         )
     if interrupt.requested and not sys.stdin.isatty():
         raise KeyboardInterrupt

@@ -65,8 +65,7 @@ class ChatSession:
         """
         ids = self._fitting_prompt(text)
         self.starts_thinking = opens_thinking(self.pipeline.tokenizer, ids)
-        longest = self.max_new_tokens or CHAT_TOKENS
-        stream = self.pipeline.stream(ids, sampling=self.sampling, max_new_tokens=longest, stop=self.stop)
+        stream = self.pipeline.stream(ids, sampling=self.sampling, max_new_tokens=self.longest, stop=self.stop)
         return self._answer(text, stream)
 
     def _answer(self, text: str, stream: Any) -> Generator[str, None, None]:
@@ -88,10 +87,15 @@ class ChatSession:
             self.turns.append(Turn(text, answer))
 
     @property
+    def longest(self) -> int:
+        """Tokens an answer may have: as somebody chose, else by the model's generation config, else CHAT_TOKENS."""
+        return self.max_new_tokens or self.pipeline.answer_length or CHAT_TOKENS
+
+    @property
     def was_cut(self) -> bool:
         """Whether the last answer ended at the length that is the default, not one somebody chose."""
         last = self.results[-1]
-        return self.max_new_tokens is None and last.finish_reason == "length" and last.tokens_out >= CHAT_TOKENS
+        return self.max_new_tokens is None and last.finish_reason == "length" and last.tokens_out >= self.longest
 
     def messages(self) -> list[dict[str, str]]:
         """The whole chat as role and content, the system message first."""
@@ -160,7 +164,7 @@ class ChatSession:
         shown = {key: str(getattr(sampler, key)) for key in Sampling.model_fields}
         if self.sampling.seed is None and self.pipeline.recipe.sampling.seed is None:
             shown["seed"] = "random"
-        shown["max_new_tokens"] = str(self.max_new_tokens or CHAT_TOKENS)
+        shown["max_new_tokens"] = str(self.longest)
         return shown | {"overflow": self.overflow.value, "thinking": self.thinking.value}
 
     def _fitting_prompt(self, text: str) -> list[int]:
@@ -170,7 +174,7 @@ class ChatSession:
         if len(ids) < context and self.overflow is Overflow.error:
             return ids
         # with room for an answer, so that a full chat does not drop one turn after every other token
-        room = min(self.max_new_tokens or CHAT_TOKENS, max(1, context // 4))
+        room = min(self.longest, max(1, context // 4))
         dropped = self.num_dropped
         while self.overflow is Overflow.drop_oldest and len(ids) > context - room and dropped < len(self.turns):
             dropped += 1

@@ -148,7 +148,7 @@ class SamplingOptions:
             "--max-new-tokens",
             metavar="N",
             min=1,
-            help="Longest answer; default 512, in chat 2048.",
+            help="Longest answer; default 512, in chat the model's own, else 2048.",
         ),
     ] = None
     temperature: Annotated[

@@ -94,6 +94,7 @@ def load_pipeline(
         tokenizer=tokenizer,
         context=limit,
         defaults=default_sampling(target),
+        answer_length=default_length(target),
         revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
         folders=folders,
         decision=decision,
@@ -185,6 +186,12 @@ def default_sampling(folder: Path) -> Sampling:
         top_k=config.get("top_k"),
         repetition_penalty=config.get("repetition_penalty"),
     )
+
+
+def default_length(folder: Path) -> int | None:
+    """Tokens of the longest answer by the model's generation config; None where it gives none."""
+    length = read_generation_config(folder).get("max_new_tokens")
+    return length if isinstance(length, int) and length >= 1 else None
 
 
 def set_threads(model: CausalLM, threads: int | None) -> None:

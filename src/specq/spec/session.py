@@ -77,6 +77,7 @@ class Pipeline:
         context: int,
         defaults: Sampling,
         revisions: dict[str, str | None],
+        answer_length: int | None = None,
         folders: Mapping[str, Path] | None = None,
         decision: Decision | None = None,
         undecided: str | None = None,
@@ -85,10 +86,12 @@ class Pipeline:
         """`folders` are where the models lie, by role; `loader` brings those into memory that `parts` lacks.
 
         `decision` is what a profile chose for these models here; `auto` runs it, and without one plain decoding.
-        `undecided` says in a few words what there is instead of a decision.
+        `undecided` says in a few words what there is instead of a decision. `answer_length` is the longest answer that
+        the model's generation config asks for, for those who chat.
         """
         self.recipe, self.parts, self.tokenizer = recipe, parts, tokenizer
         self.context, self.defaults, self.revisions = context, defaults, revisions
+        self.answer_length = answer_length
         self.name, self.is_auto = "plain", False
         self.folders, self.decision = dict(folders or {}), decision
         self._undecided = undecided or "these models have no profile on this device"
