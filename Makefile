@@ -18,7 +18,7 @@ chat: $(VENV)/.ready
 	@$(BIN)/specq chat $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
