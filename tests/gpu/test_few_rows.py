@@ -11,7 +11,7 @@ from specq_kernels.launch import row_bucket
 from specq_kernels.tune import lanes_configs, runs_roles
 from specq_kernels.w4a16 import sum_parts_ref, w4a16, w4a16_parts, w4a16_ref, w4a16_silu
 
-from .test_kernels import ROLES, TOLERANCE, error, random_weight
+from .test_kernels import TOLERANCE, error, random_weight, roles
 
 pytestmark = pytest.mark.gpu
 
@@ -65,8 +65,8 @@ def test_parts_folded_in_a_program_have_the_same_bits_in_every_kernel(
     whole = w4a16(x, weight, config={**law, **PLAIN, "block_m": 64})
     for index, (rows, block_m) in enumerate(((3, 16), (16, 16), (30, 32), (60, 64))):
         few = x[:rows].contiguous()
-        of_these = [tile for tile in ROLES if weight.padded[0] % tile["block_n"] == 0]
-        kinds = len(of_these) // 2  # each with and without `together`
+        of_these = [tile for tile in roles(block_m) if weight.padded[0] % tile["block_n"] == 0]
+        kinds = len(of_these) // 2  # each with and without `together` or, of 16 rows, `sync`
         for tile in (PLAIN, *of_these[(index + n // 128) % kinds :: kinds]):
             config = {**law, **tile, "block_m": block_m}
             assert torch.equal(w4a16(few, weight, config=config), whole[:rows]), (rows, tile)
