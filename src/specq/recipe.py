@@ -197,6 +197,8 @@ def load_recipe(source: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
         raise UsageError(f"recipe `{source}` does not exist", hint="specq recipe ls shows the shipped ones") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"recipe `{path}` is not YAML: {_one_line(error)}") from None
+    except OSError as error:
+        raise UsageError(f"recipe `{path}` cannot be read: {(error.strerror or str(error)).lower()}") from None
     if not isinstance(data, dict):
         raise UsageError(f"recipe `{path}` holds no keys", hint="a recipe begins with `target: MODEL`")
     return build_recipe(data, overrides=overrides, origin=str(source))
@@ -210,13 +212,17 @@ def build_recipe(data: dict[str, Any], *, overrides: Sequence[str] = (), origin:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        problems = error.errors()
+        first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             known = _keys_beside(first["loc"])
             near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
             raise UsageError(f"{origin}: unknown key `{key}`", hint=hint) from None
+        if first["type"] == "missing":
+            hint = "specq recipe show --all demo shows every key"
+            raise UsageError(f"{origin}: `{key}` is missing", hint=hint) from None
         message = first["msg"][:1].lower() + first["msg"][1:]
         raise UsageError(f"{origin}: `{key}` = `{first['input']}`: {message}") from None
 

@@ -212,6 +212,24 @@ def test_an_answer_without_a_chosen_length_ends_at_the_default(session, monkeypa
     assert (free.results[1].tokens_out, free.was_cut) == (9, False)
 
 
+def test_settings_may_be_written_as_the_flags(session) -> None:
+    chat = session()
+    chat.set("max-new-tokens", "3")
+    say(chat, "hello")
+    assert chat.results[0].tokens_out == 3
+
+
+def test_an_answer_again_counts_its_first_token_where_no_prompt_is_read(session) -> None:
+    chat = session()
+    say(chat, "hello")
+    first = chat.results[0]
+    chat.undo()
+    say(chat, "hello")
+    again = chat.results[1]
+    assert (first.accept_len, again.accept_len) == (1.0, 1.0)
+    assert (first.rounds, again.rounds) == (11, 12)
+
+
 def test_the_models_own_length_comes_before_the_default(session) -> None:
     chat = session(max_new_tokens=None)
     chat.pipeline.answer_length = 5

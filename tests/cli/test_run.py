@@ -41,10 +41,23 @@ def test_standard_input_comes_before_the_prompt(piped, text, is_raw, prompt) -> 
     assert join_prompt(piped, text, is_raw=is_raw) == prompt
 
 
-@pytest.mark.parametrize(("piped", "text"), [("", None), ("\n\n", ""), (None, None)])
+@pytest.mark.parametrize(("piped", "text"), [("", None), ("\n\n", ""), (None, None), ("", "  ")])
 def test_no_prompt_is_a_usage_error(piped, text) -> None:
     with pytest.raises(UsageError, match="there is no prompt"):
         join_prompt(piped, text, is_raw=False)
+
+
+def test_bytes_that_are_no_text_are_a_usage_error(call, model) -> None:
+    done = call("run", model, stdin="once \udcff")  # as Python reads them in an ASCII locale
+    assert (done.code, done.out) == (2, "")
+    assert "standard input is not UTF-8 text" in done.err
+    assert call("chat", model, stdin="once \udcff\n").code == 2
+
+
+def test_an_empty_stop_text_is_a_usage_error(call, model) -> None:
+    done = call("run", model, "hello", *ARGUMENTS, "--stop", "")
+    assert (done.code, done.out) == (2, "")
+    assert "a stop text is empty" in done.err
 
 
 def test_standard_output_is_the_answer(call, model) -> None:

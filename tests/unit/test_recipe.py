@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from specq.errors import UsageError
-from specq.recipe import resolve
+from specq.recipe import load_recipe, resolve
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,24 @@ def test_an_unknown_key_is_named_with_those_known_beside_it(override: str, hint:
     with pytest.raises(UsageError, match="unknown key") as caught:
         resolve("a/b", overrides=[*known, override])
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("foo: 1", "unknown key `foo`"),
+        ("context: 64", "`target` is missing"),
+        ("- a", "holds no keys"),
+        ("a: {", "is not YAML"),
+    ],
+)
+def test_a_recipe_that_is_none_is_told_why(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(UsageError, match=problem):
+        load_recipe(tmp_path / "bad.yaml")
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_recipe(tmp_path / "folder.yaml")

@@ -61,7 +61,9 @@ def rm(
     """Remove entries of the cache; they are made or downloaded again when they are needed."""
     with Console(quiet=output.quiet).working() as console:
         known = {path.name: path for path in entries(cache_dir())}
-        if bool(names) == all_:
+        if names and all_:
+            raise UsageError("entries and `--all` exclude each other", hint="leave one of them out")
+        if not names and not all_:
             raise UsageError("give the entries to remove, or `--all`", hint="specq cache ls")
         wanted = list(known) if all_ else list(dict.fromkeys(names or []))
         for name in wanted:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specq.cli.console import Console, interrupt_as_request
+from specq.cli.console import Console, as_text, interrupt_as_request
 from specq.cli.options import (
     Model,
     OutputOptions,
@@ -193,7 +193,7 @@ def _read_line(prompt: str, *, is_terminal: bool) -> str | None:
         return None
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not text in {error.encoding}") from None
-    return line.rstrip("\r\n") if line else None
+    return as_text(line.rstrip("\r\n")) if line else None
 
 
 def _typed_text() -> str:

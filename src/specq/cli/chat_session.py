@@ -141,6 +141,7 @@ class ChatSession:
 
     def set(self, key: str, value: str) -> None:
         """Changes one setting from its text. Raises UsageError naming what can be set and what it takes."""
+        key = key.replace("-", "_")  # as the flags are written
         if key in Sampling.model_fields:
             values = self.sampling.model_dump() | {key: None if value == "default" else value}
             try:

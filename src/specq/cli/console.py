@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
 
+from specq.errors import UsageError
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -167,6 +169,15 @@ def interrupt_as_request() -> Iterator[Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def as_text(line: str) -> str:
+    """What came by standard input. Raises UsageError for bytes that are no text, which Python may let through."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise UsageError("standard input is not UTF-8 text") from None
+    return line
 
 
 def is_terminal(stream: TextIO) -> bool:

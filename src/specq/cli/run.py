@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specq.cli.console import Console, interrupt_as_request
+from specq.cli.console import Console, as_text, interrupt_as_request
 from specq.cli.options import (
     MAX_NEW_TOKENS,
     OutputOptions,
@@ -85,7 +85,7 @@ def join_prompt(piped: str | None, text: str | None, *, is_raw: bool) -> str:
     """
     parts = [part for part in (piped, text) if part]
     if not is_raw:
-        parts = [stripped for part in parts if (stripped := part.strip("\n"))]
+        parts = [stripped for part in parts if (stripped := part.strip("\n")).strip()]
     if not parts:
         raise UsageError("there is no prompt", hint='specq run "your question", or pipe the text in')
     return ("" if is_raw else "\n").join(parts)
@@ -104,7 +104,7 @@ def _piped_input() -> str | None:
     if sys.stdin is None or sys.stdin.isatty():
         return None
     try:
-        return sys.stdin.read()
+        return as_text(sys.stdin.read())
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not text in {error.encoding}") from None
 

@@ -199,10 +199,12 @@ def set_threads(model: CausalLM, threads: int | None) -> None:
 
     On a small or busy machine two threads can be several times slower than one: a barrier waits for the slower of them.
     """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads is not None:
+        if threads > cores:
+            log.warning(f"{threads} threads share {cores} processors, which is slower than one each")
         torch.set_num_threads(threads)
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     candidates = sorted({1, max(1, cores // 2), cores})
     if len(candidates) == 1:
         return

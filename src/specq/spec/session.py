@@ -191,10 +191,12 @@ class Pipeline:
         if len(ids) >= self.context:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.context}",
-                hint="shorten the prompt, or give a larger --context",
+                hint="shorten the prompt, or give a larger --context if the model takes one",
             )
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is `{max_new_tokens}`", hint="give at least 1")
+        if not all(stop):
+            raise UsageError("a stop text is empty", hint="give the text that ends an answer")
         sampler = self.sampler(sampling)
         reused = self._reuse(ids)
         speculator = PIPELINES[self.name].build(self.parts, sampler, self._running)
@@ -206,7 +208,7 @@ class Pipeline:
             stop_ids=frozenset() if ignore_stop_ids else self.tokenizer.eos_ids,
             max_new_tokens=max_new_tokens,
             context_limit=self.context,
-            stop_strings=[s for s in stop if s],
+            stop_strings=list(stop),
             read_text=reader.push,
         )
         self._tokens = ids
@@ -329,6 +331,7 @@ class Stream:
         verify_ms = sum(r.verify_ms for r in decode)
         inner_rounds = [r for level in inner[:1] for r in level.rounds if not r.is_prefill]
         later = len(ids) - 1
+        in_rounds = later if len(decode) < len(outer.rounds) else len(ids)  # a prompt read before leaves no prefill
         return Generation(
             text=self._rule.text,
             token_ids=ids,
@@ -339,7 +342,7 @@ class Stream:
             ttft_s=first - start if first is not None else None,
             decode_tps=later / decode_s if later > 0 and decode_s > 0 else None,
             e2e_tps=len(ids) / (last - start) if last is not None else None,
-            accept_len=later / len(decode) if decode else None,
+            accept_len=in_rounds / len(decode) if decode else None,
             accept_len_inner=(sum(r.decided for r in inner_rounds) / len(inner_rounds) if inner_rounds else None),
             rounds=len(decode),
             draft_ms=draft_ms,
