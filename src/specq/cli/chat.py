@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specq.cli.console import Console, as_text, interrupt_as_request
+from specq.cli.console import Console, interrupt_as_request, read_text
 from specq.cli.options import (
     Model,
     OutputOptions,
@@ -19,7 +19,7 @@ from specq.cli.options import (
     VerbCommand,
     takes_options,
 )
-from specq.errors import SpecqError, UsageError
+from specq.errors import SpecqError
 
 if TYPE_CHECKING:
     from specq.cli.chat_session import ChatSession
@@ -187,13 +187,11 @@ def read_message(*, is_terminal: bool) -> str | None:
 def _read_line(prompt: str, *, is_terminal: bool) -> str | None:
     try:
         if is_terminal:
-            return input(prompt)
-        line = sys.stdin.readline()
+            return read_text(lambda: input(prompt))
+        line = read_text(sys.stdin.readline)
     except EOFError:
         return None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not text in {error.encoding}") from None
-    return as_text(line.rstrip("\r\n")) if line else None
+    return line.rstrip("\r\n") if line else None
 
 
 def _typed_text() -> str:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
@@ -171,13 +171,19 @@ def interrupt_as_request() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-def as_text(line: str) -> str:
-    """What came by standard input. Raises UsageError for bytes that are no text, which Python may let through."""
+def read_text(read: Callable[[], str]) -> str:
+    """What `read` takes from standard input. Raises UsageError for bytes that are no text.
+
+    In some locales Python refuses them, in others they come as halves of surrogate pairs.
+    """
     try:
-        line.encode()
+        text = read()
+        text.encode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not text in {error.encoding}") from None
     except UnicodeEncodeError:
         raise UsageError("standard input is not UTF-8 text") from None
-    return line
+    return text
 
 
 def is_terminal(stream: TextIO) -> bool:

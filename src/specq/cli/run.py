@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specq.cli.console import Console, as_text, interrupt_as_request
+from specq.cli.console import Console, interrupt_as_request, read_text
 from specq.cli.options import (
     MAX_NEW_TOKENS,
     OutputOptions,
@@ -103,10 +103,7 @@ def _arguments(first: str | None, second: str | None) -> tuple[str | None, str |
 def _piped_input() -> str | None:
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    try:
-        return as_text(sys.stdin.read())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not text in {error.encoding}") from None
+    return read_text(sys.stdin.read)
 
 
 def _encode(loaded: Pipeline, text: str, prompt: PromptOptions) -> list[int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -88,13 +87,14 @@ def load_pipeline(
     loader.say = log.info  # what comes later comes alone
     if device == "cpu":
         set_threads(parts.target.model, threads or (decision.threads if decision and is_auto else None))
+    generation = read_generation_config(target)
     loaded = Pipeline(
         recipe=recipe,
         parts=parts,
         tokenizer=tokenizer,
         context=limit,
-        defaults=default_sampling(target),
-        answer_length=default_length(target),
+        defaults=default_sampling(generation),
+        answer_length=default_length(generation),
         revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
         folders=folders,
         decision=decision,
@@ -175,9 +175,8 @@ def choose_context(spec: ModelSpec, asked: int | None) -> int:
     return asked
 
 
-def default_sampling(folder: Path) -> Sampling:
-    """What the model's generation config asks for; greedy when it does not sample."""
-    config = read_generation_config(folder)
+def default_sampling(config: Mapping[str, Any]) -> Sampling:
+    """What a model's generation config asks for; greedy when it does not sample."""
     if not config.get("do_sample"):
         return Sampling(temperature=0.0)
     return Sampling(
@@ -188,9 +187,9 @@ def default_sampling(folder: Path) -> Sampling:
     )
 
 
-def default_length(folder: Path) -> int | None:
-    """Tokens of the longest answer by the model's generation config; None where it gives none."""
-    length = read_generation_config(folder).get("max_new_tokens")
+def default_length(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest answer by a model's generation config; None where it gives none."""
+    length = config.get("max_new_tokens")
     return length if isinstance(length, int) and length >= 1 else None
 
 
