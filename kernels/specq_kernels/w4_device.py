@@ -16,6 +16,20 @@ UNPACK_BF16 = tl.constexpr("""{
     lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
     lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
 }""")
+# The same with fewer integer instructions, which start half as often as others: a byte of two codes under 0x67 is
+# 1792 + byte in fp16; times 2^-13 (1 - 2^-8), plus 3.28125, that is 3.5 + (byte - 7 - byte / 256) * 2^-13 and rounds to
+# 3.5 + upper code * 2^-9, whose bits in fp16 are those of 128 + upper code in bf16.
+UNPACK_BF16_FMA = tl.constexpr("""{
+    .reg .b32 low, high, scale, base;
+    mov.b32 scale, 0x07f807f8;
+    mov.b32 base, 0x42904290;
+    lop3.b32 low, $4, 0x00ff00ff, 0x67006700, 0xea;
+    prmt.b32 high, $4, 0x67006700, 0x5351;
+    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.f16x2 $1, low, scale, base;
+    lop3.b32 $2, high, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.f16x2 $3, high, scale, base;
+}""")
 UNPACK_FP16 = tl.constexpr("""{
     .reg .b32 a;
     shr.b32 a, $4, 8;
@@ -27,10 +41,10 @@ UNPACK_FP16 = tl.constexpr("""{
 
 
 @triton.jit
-def _unpack_bf16(q):
+def _unpack_bf16(q, FMA: tl.constexpr):
     """Eight codes of a word to four words of two bf16 each, 128 + code, exact: (h, r) = 00, 10, 01, 11."""
     return tl.inline_asm_elementwise(
-        asm=UNPACK_BF16,
+        asm=UNPACK_BF16_FMA if FMA else UNPACK_BF16,
         constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -57,11 +71,13 @@ def _pair(words, dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def codes_tile(q, dtype: tl.constexpr, PTX: tl.constexpr, NB: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr):
+def codes_tile(
+    q, dtype: tl.constexpr, PTX: tl.constexpr, NB: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr, FMA: tl.constexpr
+):
     """Words [NB, KC*32*KB] to codes [16*NB, 16*KC*KB] in `dtype`; the PTX forms add a power of two (MAGIC)."""
     if PTX:
         if dtype == tl.bfloat16:
-            w0, w1, w2, w3 = _unpack_bf16(q)
+            w0, w1, w2, w3 = _unpack_bf16(q, FMA)
         else:
             w0, w1, w2, w3 = _unpack_fp16(q)
     else:

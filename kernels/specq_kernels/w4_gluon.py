@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from specq_kernels.w4_device import UNPACK_BF16, UNPACK_FP16
+from specq_kernels.w4_device import UNPACK_BF16, UNPACK_BF16_FMA, UNPACK_FP16
 
 
 @gluon.jit
@@ -21,10 +21,10 @@ def gdc_launch_dependents():
 
 
 @gluon.jit
-def unpack(q, dtype: gl.constexpr):
+def unpack(q, dtype: gl.constexpr, FMA: gl.constexpr):
     """Words [...] to codes [..., 2, 2, 2] (j, h, r) plus the magic power of two."""
     w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        UNPACK_BF16 if dtype == gl.bfloat16 else UNPACK_FP16, "=r,=r,=r,=r,r", [q],
+        UNPACK_FP16 if dtype == gl.float16 else UNPACK_BF16_FMA if FMA else UNPACK_BF16, "=r,=r,=r,=r,r", [q],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return gl.join(gl.join(pair(w0, dtype), pair(w1, dtype)), gl.join(pair(w2, dtype), pair(w3, dtype)))

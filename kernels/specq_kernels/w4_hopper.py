@@ -95,7 +95,8 @@ def launch(
         BLOCK_M=block_m, STAGES=stages_of(config, folds=folds), MOST=configs.split_bound(most),
         FORM=FORMS.index(weight.form), SCALE_FP16=weight.scale_dtype == torch.float16, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, GROUPS=groups, HALVES=halves, LATER=later, ADDS=adds,
-        FOLDS=folds, TOGETHER=together, SYNC=bool(config.get("sync")), num_warps=4, launch_pdl=True, maxnreg=registers,
+        FOLDS=folds, TOGETHER=together, SYNC=bool(config.get("sync")), FMA=bool(config.get("fma")),
+        num_warps=4, launch_pdl=True, maxnreg=registers,
     )  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def _multiply(
     padded_k,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
-    ADDS: gl.constexpr, FOLDS: gl.constexpr, TOGETHER: gl.constexpr, SYNC: gl.constexpr,
+    ADDS: gl.constexpr, FOLDS: gl.constexpr, TOGETHER: gl.constexpr, SYNC: gl.constexpr, FMA: gl.constexpr,
 ):  # fmt: skip
     """64 * HALVES columns of each of a program's units; a run's parts are added where its sums lie, then the runs."""
     MMA: gl.constexpr = (
@@ -221,7 +222,7 @@ def _multiply(
                 acc_a, acc_b = _sum_groups(
                     GROUP, x_smem, w_smem, meta_smem, sums_smem, full, empty, start,
                     (part + 1) * (padded_k // 256) // of_tile, done + start - first,
-                    BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, SYNC, MMA,
+                    BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, SYNC, FMA, MMA,
                 )  # fmt: skip
                 if part > begin:
                     acc_a = recall(kept_smem.index(GROUP * HALVES), acc_a)
@@ -234,7 +235,7 @@ def _multiply(
         else:
             acc_a, acc_b = _sum_groups(
                 GROUP, x_smem, w_smem, meta_smem, sums_smem, full, empty, first, last, done,
-                BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, SYNC, MMA,
+                BLOCK_M, STAGES, FORM, SCALE_FP16, HALVES, SYNC, FMA, MMA,
             )  # fmt: skip
         done += last - first
         if GROUP == 0:  # noqa: SIM102 - decided when compiling, the next one when running
@@ -304,7 +305,7 @@ def _before(stage, STAGES: gl.constexpr):
 def _sum_groups(
     GROUP: gl.constexpr, x_smem, w_smem, meta_smem, sums_smem, full, empty, first, last, done,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
-    HALVES: gl.constexpr, SYNC: gl.constexpr, MMA: gl.constexpr,
+    HALVES: gl.constexpr, SYNC: gl.constexpr, FMA: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """The sums [64, BLOCK_M] of one or two halves of 64 columns over some steps of a unit, `done` groups before.
 
@@ -335,10 +336,10 @@ def _sum_groups(
                 x = x.load(gl.DotOperandLayout(1, MMA, 2))
             scale_a = scales.slice(BLOCK * 16, 64).load(COLUMNS)  # read before the product, not behind it
             sums = sums_smem.index(stage * 2 + j).slice(0, BLOCK_M).load(ROWS)
-            d_a = _product(codes(words.slice(BLOCK, 4, 0).load(WORDS), dtype, OPERAND), x, zero, SYNC)
+            d_a = _product(codes(words.slice(BLOCK, 4, 0).load(WORDS), dtype, FMA, OPERAND), x, zero, SYNC)
             if HALVES == 2:
                 scale_b = scales.slice(BLOCK * 16 + 64, 64).load(COLUMNS)
-                d_b = _product(codes(words.slice(BLOCK + 4, 4, 0).load(WORDS), dtype, OPERAND), x, zero, SYNC)
+                d_b = _product(codes(words.slice(BLOCK + 4, 4, 0).load(WORDS), dtype, FMA, OPERAND), x, zero, SYNC)
                 if not SYNC:
                     d_a = warpgroup_mma_wait(1, deps=[d_a])
                 acc_a = scaled(acc_a, d_a, scale_a, sums, j, dtype, FORM, SCALE_FP16, MMA)
@@ -364,6 +365,7 @@ def _w4a16_hopper_kernel(
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MOST: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
     LATER: gl.constexpr, ADDS: gl.constexpr, FOLDS: gl.constexpr, TOGETHER: gl.constexpr, SYNC: gl.constexpr,
+    FMA: gl.constexpr,
 ):  # fmt: skip
     """Units, tiles [64 * HALVES * GROUPS, BLOCK_M] of W x.T over one run of K, one after another in each program; as
     many programs as run at once. Arguments and units as in `_w4a16_kernel`."""
@@ -389,19 +391,19 @@ def _w4a16_hopper_kernel(
                 (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC, FMA)),
                 (_multiply, (1, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC, FMA)),
                 (_multiply, (2, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC, FMA)),
                 (_multiply, (3, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC, FMA)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),
             ],
@@ -414,11 +416,11 @@ def _w4a16_hopper_kernel(
                 (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC, FMA)),
                 (_multiply, (1, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC, FMA)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),
             ],
@@ -431,7 +433,7 @@ def _w4a16_hopper_kernel(
                 (_multiply, (0, x_smem, w_smem, meta_smem, sums_smem, kept_smem, full, empty, bias_ptr, residual_ptr,
                              out_ptr, partial_ptr, counter_ptr, rows, n_out, padded_n, tiles, tail_tiles, split,
                              tail_split, parts, tail_parts, padded_k, BLOCK_M, STAGES, MOST, FORM, SCALE_FP16, HAS_BIAS,
-                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC)),
+                             HAS_RESIDUAL, SILU, GROUPS, HALVES, ADDS, FOLDS, TOGETHER, SYNC, FMA)),
                 (_load, (x_desc, w_desc, meta_desc, sums_desc, x_smem, w_smem, meta_smem, sums_smem, full, empty,
                          padded_n, tiles, tail_tiles, split, tail_split, padded_k, BLOCK_M, STAGES, FORM, BLOCKS)),
             ],

@@ -9,9 +9,9 @@ from specq_kernels.w4_gluon import add_group, store_columns, unpack
 
 
 @gluon.jit
-def codes(q, dtype: gl.constexpr, OPERAND: gl.constexpr):
+def codes(q, dtype: gl.constexpr, FMA: gl.constexpr, OPERAND: gl.constexpr):
     """Words [4, 256] of 64 rows and 128 k as the A operand [64, 128], codes plus the magic power of two."""
-    w = unpack(q, dtype).reshape([4, 2, 8, 4, 4, 2, 2, 2])  # nb kc g t kb j h r
+    w = unpack(q, dtype, FMA).reshape([4, 2, 8, 4, 4, 2, 2, 2])  # nb kc g t kb j h r
     w = w.permute([0, 6, 2, 1, 4, 7, 3, 5]).reshape([64, 128])  # (nb h g), (kc kb r t j)
     return gl.convert_layout(w, OPERAND, assert_trivial=True)
 

@@ -51,7 +51,7 @@ def launch(
         SILU=weight.is_gate_up, EVEN=padded_k // STEP % k_warps == 0, FEW=rows < config["block_m"],
         HOLD=bool(config.get("hold", 1)), POLICY="evict_first" if config.get("once") else "",
         DTYPE=gl.bfloat16 if lanes.dtype == torch.bfloat16 else gl.float16, EARLY=early, LATE=late,
-        num_warps=k_warps * n_warps, launch_pdl=early, **options,
+        FMA=bool(config.get("fma")), num_warps=k_warps * n_warps, launch_pdl=early, **options,
     )  # fmt: skip
 
 
@@ -89,9 +89,11 @@ def _x_layout(row_blocks, n_warps, k_warps):
 
 
 @gluon.jit
-def _codes(q, dtype: gl.constexpr, K_WARPS: gl.constexpr, BLOCKS: gl.constexpr, OPERAND: gl.constexpr):
+def _codes(
+    q, dtype: gl.constexpr, FMA: gl.constexpr, K_WARPS: gl.constexpr, BLOCKS: gl.constexpr, OPERAND: gl.constexpr
+):
     """Words [K_WARPS, BLOCKS, 128] to codes [K_WARPS, BLOCKS * 16, 64] plus the magic power of two."""
-    w = unpack(q, dtype).reshape([K_WARPS, BLOCKS, 8, 4, 4, 2, 2, 2])  # part nb g t kb j h r
+    w = unpack(q, dtype, FMA).reshape([K_WARPS, BLOCKS, 8, 4, 4, 2, 2, 2])  # part nb g t kb j h r
     w = w.permute([0, 1, 6, 2, 4, 7, 3, 5]).reshape([K_WARPS, BLOCKS * 16, 64])  # part (nb h g) (kb r t j)
     return gl.convert_layout(w, OPERAND, assert_trivial=True)
 
@@ -127,7 +129,7 @@ def _w4_rows_kernel(
     BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, K_WARPS: gl.constexpr, N_WARPS: gl.constexpr, PARTS: gl.constexpr,
     SPLIT: gl.constexpr, STRIDE: gl.constexpr, FORM: gl.constexpr, SCALE_FP16: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SILU: gl.constexpr, EVEN: gl.constexpr, FEW: gl.constexpr, HOLD: gl.constexpr,
-    POLICY: gl.constexpr, DTYPE: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
+    POLICY: gl.constexpr, DTYPE: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr, FMA: gl.constexpr,
 ):  # fmt: skip
     """BLOCKS * N_WARPS * 16 columns of W x.T a program; x int32 pairs in lane order, w and meta as in w4_layout.
 
@@ -230,7 +232,7 @@ def _w4_rows_kernel(
             if HOLD:
                 _hold()
             tile_x = _x_tile(x, DTYPE, K_WARPS, ROW_BLOCKS, B)
-            d = mma_v2(_codes(q, DTYPE, K_WARPS, COLUMNS // 16, A), tile_x, zero if i % 2 == 0 else d)
+            d = mma_v2(_codes(q, DTYPE, FMA, K_WARPS, COLUMNS // 16, A), tile_x, zero if i % 2 == 0 else d)
             x = next_x
             if i % 2 == 1:
                 meta_word = m0 if i == 1 else n0 >> 16 if FORM == 0 else n0

@@ -244,7 +244,7 @@ def _launch(
         STEP=config.get("step", 256), STAGES=config["stages"], HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, SILU=weight.is_gate_up, EVEN_K=k == padded_k,
         EVEN_M=rows == config["block_m"], PTX=x.is_cuda and torch.version.cuda is not None, EARLY=early,
-        DIRECT=bool(config.get("direct", 0)), ADDS=adds, FOLDS=folds,
+        DIRECT=bool(config.get("direct", 0)), ADDS=adds, FOLDS=folds, FMA=bool(config.get("fma")),
         **configs.launch_options(config, early=early),
     )  # fmt: skip
 
@@ -267,6 +267,7 @@ def _w4a16_kernel(
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr,
     PTX: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr, ADDS: tl.constexpr, FOLDS: tl.constexpr,
+    FMA: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of W x.T over one run of parts of K; layout of `w` and `meta` in w4_layout.
 
@@ -314,7 +315,7 @@ def _w4a16_kernel(
             acc, chunks = _sum_passes(
                 w_ptrs, meta_ptr + offs_n, x_ptr, sums_ptr, chunks, part * steps // of_tile * PASSES,
                 (part + 1) * steps // of_tile * PASSES, last * PASSES, rows, k_size, padded_n, factor, inverse,
-                GROUP, FORM, SCALE_FP16, BLOCK_N, BLOCK_M, STEP, STAGES, EVEN_K, EVEN_M, PTX, DIRECT,
+                GROUP, FORM, SCALE_FP16, BLOCK_N, BLOCK_M, STEP, STAGES, EVEN_K, EVEN_M, PTX, DIRECT, FMA,
             )  # fmt: skip
             if part > first_part:
                 acc = tl.load(run_ptr + at, mask=is_row, other=0.0) + acc
@@ -325,7 +326,7 @@ def _w4a16_kernel(
         acc, chunks = _sum_passes(
             w_ptrs, meta_ptr + offs_n, x_ptr, sums_ptr, chunks, first * PASSES, last * PASSES, last * PASSES,
             rows, k_size, padded_n, factor, inverse,
-            GROUP, FORM, SCALE_FP16, BLOCK_N, BLOCK_M, STEP, STAGES, EVEN_K, EVEN_M, PTX, DIRECT,
+            GROUP, FORM, SCALE_FP16, BLOCK_N, BLOCK_M, STEP, STAGES, EVEN_K, EVEN_M, PTX, DIRECT, FMA,
         )  # fmt: skip
 
     if EARLY:  # before, the next kernel's programs would be in the way of these
@@ -359,7 +360,7 @@ def _sum_passes(
     w_ptrs, meta_ptrs, x_ptr, sums_ptr, chunks, first, last, end, rows, k_size, padded_n, factor, inverse,
     GROUP: tl.constexpr, FORM: tl.constexpr, SCALE_FP16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN_M: tl.constexpr, PTX: tl.constexpr,
-    DIRECT: tl.constexpr,
+    DIRECT: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
     """(sum [BLOCK_N, BLOCK_M] of passes `first` to `last` of a run that ends at `end`, the words of pass `last`)."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -377,12 +378,12 @@ def _sum_passes(
         for j in tl.static_range(GROUPS):
             in_block = (step % PASSES) * GROUPS + j  # this group's place among those of 256 k
             if GROUP == 128:
-                w = codes_tile(two_chunks(c0, c1, NB) if j == 0 else two_chunks(c2, c3, NB), dtype, PTX, NB, 2, 4)
+                w = codes_tile(two_chunks(c0, c1, NB) if j == 0 else two_chunks(c2, c3, NB), dtype, PTX, NB, 2, 4, FMA)
             elif GROUP == 64:
-                w = codes_tile(c0 if j == 0 else c1 if j == 1 else c2 if j == 2 else c3, dtype, PTX, NB, 1, 4)
+                w = codes_tile(c0 if j == 0 else c1 if j == 1 else c2 if j == 2 else c3, dtype, PTX, NB, 1, 4, FMA)
             else:
                 chunk = c0 if j < 2 else c1 if j < 4 else c2 if j < 6 else c3
-                w = codes_tile(half_chunk(chunk, j % 2, NB), dtype, PTX, NB, 1, 2)
+                w = codes_tile(half_chunk(chunk, j % 2, NB), dtype, PTX, NB, 1, 2, FMA)
             minimum = inverse
             if FORM == 0:
                 word = tl.load(at + (in_block // 2) * padded_n) >> (16 * (in_block % 2))

@@ -85,7 +85,7 @@ def test_copies_do_not_overtake_the_reads_of_what_they_replace(rows: int, block_
         pytest.skip("not a Hopper GPU")
     n, k = 57344, 8192
     config = {"split": 1, "tail_split": 4, "tail_from": 33792, "block_m": row_bucket(rows)}
-    tile = {"roles": 1, "block_n": block_n, "groups": groups, "stages": 4, "sync": sync}
+    tile = {"roles": 1, "block_n": block_n, "groups": groups, "stages": 4, "sync": sync, "fma": rows < 60}
     weight = random_weight(n, k, 128, "symmetric")
     inputs = torch.randn(3, rows, k, device="cuda", dtype=torch.bfloat16)
     expected = [w4a16(x, weight, config={**config, **PLAIN}) for x in inputs]

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROLES = [  # of w4_hopper
-    {"block_n": block_n, "groups": groups, "stages": 4, "roles": 1, "together": together}
-    for together in (0, 1)
+    {"block_n": block_n, "groups": groups, "stages": 4, "roles": 1, "together": together, "fma": fma}
+    for together, fma in ((0, 1), (1, 0))
     for block_n, groups in ((128, 1), (128, 2), (256, 2), (256, 4))
 ]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # output rounding 2^-9 and 2^-12 of the value, and slack
@@ -35,7 +35,7 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # output rounding 2^-9 
 
 def roles(block_m: int) -> list[dict[str, int]]:
     """Every kind of tile of w4_hopper for so many rows: `mma.sync` is for 16."""
-    return ROLES + [{**tile, "sync": 1} for tile in ROLES] * (block_m == 16)
+    return ROLES + [{**tile, "sync": 1, "fma": tile["together"]} for tile in ROLES] * (block_m == 16)
 
 
 def error(y: torch.Tensor, reference: torch.Tensor) -> float:

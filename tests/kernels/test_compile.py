@@ -56,11 +56,11 @@ for rows, tile in DEFAULT_TILES["w4a16"].items():
         constants = dict(GROUP=group, FORM=form, SCALE_FP16=True, BLOCK_N=64, BLOCK_M=rows, MOST=4,
                          STEP=tile.get("step", 256), STAGES=tile["stages"], HAS_BIAS=True, HAS_RESIDUAL=True,
                          SILU=False, EVEN_K=False, EVEN_M=False, PTX=True, EARLY=EARLY, DIRECT=False, ADDS=rows < 64,
-                         FOLDS=rows > 16)
+                         FOLDS=rows > 16, FMA=rows > 16)
         build(f"default w4a16 {rows} {group} {form}", w4a16._w4a16_kernel, constants, dtype)
 silu = dict(GROUP=128, FORM=0, SCALE_FP16=True, BLOCK_N=128, BLOCK_M=16, MOST=1, STEP=256, STAGES=3, HAS_BIAS=False,
             HAS_RESIDUAL=False, SILU=True, EVEN_K=True, EVEN_M=True, PTX=True, EARLY=EARLY, DIRECT=True, ADDS=True,
-            FOLDS=False)
+            FOLDS=False, FMA=True)
 build("w4a16 silu", w4a16._w4a16_kernel, silu)
 for rows, tile in DEFAULT_TILES["w16a16"].items():
     constants = dict(BLOCK_N=64, BLOCK_M=rows, BLOCK_K=64, SPLIT=2, STAGES=tile["stages"], HAS_BIAS=False,
@@ -136,7 +136,7 @@ for blocks, k_warps, n_warps, parts, rows, form, silu in ((1, 4, 1, 3, 8, 0, Fal
     constants = dict(BLOCKS=blocks, BLOCK_M=rows, K_WARPS=k_warps, N_WARPS=n_warps, PARTS=parts, SPLIT=k_warps // 2,
                      STRIDE=16, FORM=form, SCALE_FP16=True, HAS_BIAS=True, HAS_RESIDUAL=True, SILU=silu,
                      EVEN=not silu, FEW=True, HOLD=True, POLICY="evict_first", DTYPE=gl.bfloat16, EARLY=EARLY,
-                     LATE=silu)
+                     LATE=silu, FMA=silu)
     build(f"few rows {rows}", w4_rows._w4_rows_kernel, constants, x_ptr="*i32")
 if ARCH == 90:
     from specq_kernels import w4_hopper
@@ -150,7 +150,7 @@ if ARCH == 90:
         constants = dict(BLOCK_M=rows, STAGES=stages, MOST=4, FORM=form, SCALE_FP16=True, HAS_BIAS=True,
                          HAS_RESIDUAL=True, SILU=silu, GROUPS=groups, HALVES=halves,
                          LATER=w4_hopper.REGISTERS[groups, halves][1], ADDS=halves == 1 or silu, FOLDS=True,
-                         TOGETHER=not silu and halves == 1, SYNC=sync)
+                         TOGETHER=not silu and halves == 1, SYNC=sync, FMA=form == 0)
         ptx = build(f"roles {columns} {groups} {sync}", w4_hopper._w4a16_hopper_kernel, constants,
                     x_desc=f"tensordesc<bf16[{rows},128],{w4_hopper.X_LAYOUT!r}>",
                     w_desc=f"tensordesc<i32[{columns // 16},256],{w4_hopper.CODES_LAYOUT!r}>",

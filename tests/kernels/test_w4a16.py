@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from specq_kernels import configs
 from specq_kernels.group_sums import group_sums_ref, sides
+from specq_kernels.w4_device import UNPACK_BF16_FMA
 from specq_kernels.w4_layout import W4Weight, pack_codes, pack_w4, unpack_codes
 from specq_kernels.w4a16 import sum_parts_ref, w4a16, w4a16_parts, w4a16_ref, w4a16_silu
 from specq_kernels.w8a16 import pack_w8, w8a16
@@ -192,3 +194,17 @@ def test_parts_of_a_run_are_added_before_the_runs_are() -> None:
         config = {"parts": 8, "split": split, "tail_split": tail_split, **tile}
         assert torch.equal(w4a16(x, weight, config=config), expected)
         assert torch.equal(w4a16(x[:2].contiguous(), weight, config=config), expected[:2])
+
+
+def test_upper_codes_fall_out_of_a_rounded_multiply_add() -> None:
+    """The arithmetic of UNPACK_BF16_FMA, with its constants, for every byte of two codes; fp32 holds it unrounded."""
+    scale, base = (
+        int(re.search(rf"mov.b32 {name}, 0x(\w{{4}})\1;", UNPACK_BF16_FMA.value).group(1), 16)
+        for name in ("scale", "base")
+    )
+    byte = torch.arange(256, dtype=torch.int16)
+    scale, base, x = (
+        torch.as_tensor(bits).to(torch.int16).view(torch.float16) for bits in (scale, base, byte | 0x6700)
+    )
+    rounded = (x.float() * scale.float() + base.float()).half()
+    assert torch.equal(rounded.view(torch.int16).view(torch.bfloat16).float(), 128.0 + (byte >> 4))
