@@ -14,7 +14,7 @@ from specq_kernels.group_sums import Sides, empty_sides
 from specq_kernels.norm_rope import rms_norm, rms_norm_parts, silu_mul
 
 SIDES_HEAD_DIMS = (32, 64, 128)  # attention can emit sides of whole heads of these
-NORM_ADDS_FROM = 33
+NORM_ADDS_FROM = 17
 """Rows from which a norm adds a product's parts in less time than the product does (a norm has one program a row)."""
 
 
