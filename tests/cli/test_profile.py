@@ -14,7 +14,7 @@ from specq.profile import run as profile_run
 from specq.spec.decision import ProfileKey
 from specq.storage import cache_dir
 
-QUICK = ("--seconds", "1", "--threads", "1", "--device", "cpu")
+QUICK = ("--seconds", "30", "--threads", "1", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +103,30 @@ def test_the_table_has_curves_ranking_losers_and_the_sentence(call, model, small
     assert "qspec         needs a target with 4-bit matrices" in done.out
     assert "wins: " in done.out or "runs, though the prediction chose otherwise" in done.out
     assert "stored in " in done.err
+
+
+def test_little_time_on_a_cpu_means_fewer_sizes_and_one_rival(call, model, small, head, prompts, cache) -> None:
+    parts = ("--intermediate", small, "--drafter", head)
+    options = ("--threads", "1", "--device", "cpu", "--prompts", prompts, "--max-new-tokens", "12")
+    done = call("profile", model, *parts, "--seconds", "29", *options, "--json")
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    steps = record["costs"]["models"]["target"]["steps"]
+    assert {step["context"] for step in steps} == {64}
+    assert max(step["nodes"] for step in steps) == 8
+    assert {c["settings"].get("drafter.head_bits", 16) for c in record["plan"]["candidates"]} == {16}
+    assert {c["pipeline"] for c in record["plan"]["candidates"]} >= {"plain", "sequence", "eagle2"}
+    assert len(record["measured"]) == 2
+    assert record["splits"] == {}
+    assert stored(cache)["is_complete"]
+
+
+def test_how_long_it_will_take_is_said_where_that_is_much_longer(call, model, quick, monkeypatch) -> None:
+    assert "this will take" not in call("profile", model, *quick).err
+    monkeypatch.setattr(profile_run, "shortest_s", lambda step_s, **counts: 600.0)
+    (line,) = [line for line in call("profile", model, *quick).err.splitlines() if "this will take" in line]
+    assert line.startswith("this will take about 10 minutes, not 30 s: a plain step takes ")
+    assert line.endswith("with --seconds below 30 fewer sizes are timed")
 
 
 def test_auto_runs_what_the_profile_chose_and_says_nothing(call, model, small, quick, cache) -> None:

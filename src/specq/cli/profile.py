@@ -33,7 +33,9 @@ def profile(
             metavar="S",
             min=1.0,
             panel=MEASUREMENT,
-            help="About how long to measure after loading; default 90 on a GPU, 60 on a CPU.",
+            help="About how long to measure after loading; default 90 on a GPU, 60 on a CPU. Below 30 a CPU times "
+            "fewer sizes and runs only plain and the best pipeline again. There is a least, every size three times and "
+            "every pipeline once: a CPU says how long that takes where it is much longer.",
         ),
     ] = None,
     prompts: Annotated[

@@ -13,7 +13,7 @@ from torch import nn
 from specq.models.storages import storages
 from specq.profile.cost import SEQUENCE, TREE, CostModel, StepCurve, Timing, Tree
 from specq.profile.predict import SELF
-from specq.profile.timing import Samples, measure
+from specq.profile.timing import Samples, measure, warm_s
 from specq.quant.rounding import low_act
 from specq.spec.drafters import PromptLookup
 from specq.spec.eagle_tree import TreeShape
@@ -61,12 +61,14 @@ class Grid:
         head_bits: tuple[int, ...] = (16,),
         act_bits: tuple[int, ...] = (),
         is_padded: bool = False,
+        is_brief: bool = False,
     ) -> Grid:
         """The grid for this device, up to the recipe's context and with the tree in it that the recipe asks for.
 
         On a GPU our kernels pad to buckets, and torch's products are measured there too; a CPU runs every count as it
         is and has time for two contexts and for small trees, since every row costs there. `is_padded` leaves out what
-        would run the graph of another count.
+        would run the graph of another count. `is_brief` is for little time on a CPU: one context, few sizes, and of
+        draft heads only the one in 16 bits and the tree's.
         """
         sequences: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 16)
         trees: tuple[int, ...] = (2, 3, 4, 6, 8, 12)
@@ -79,6 +81,10 @@ class Grid:
             trees = tuple(nodes for nodes in trees if nodes in BUCKETS) if is_padded else trees
             contexts, depths = (128, 1024, 4096, context), (1, 2, 3, 4, 5, 6, 8)
             top_ks, prefill = {1, 4, 10}, PREFILL_CHUNK
+        elif is_brief:
+            sequences, trees, contexts, depths = (1, 2, 3, 4, 6), (2, 3, 4, 8), (64,), (1, 2, 3)
+            top_ks, prefill = {4}, 64
+            head_bits = tuple(bits for bits in head_bits if bits in (16, tree.head_bits if tree else 16))
         fitting = sorted({min(c, context - 1) for c in contexts})
         if tree is not None:
             top_ks.add(tree.top_k)
@@ -154,16 +160,20 @@ def time_models(
     seconds: float,
     rounds: int,
     on_round: Callable[[int], None] = lambda done: None,
+    on_start: Callable[[int, float], None] = lambda jobs, step_s: None,
 ) -> None:
     """Fill `samples` with every step, drafting and prefill of these models; the caches are empty afterwards.
 
-    `text` is token ids that stand for contexts; it is repeated as needed.
+    `text` is token ids that stand for contexts; it is repeated as needed. `on_start` gets the number of jobs and the
+    seconds of one plain step of the target.
     """
     text = [text[i % len(text)] for i in range(grid.contexts[-1] + MAX_NODES)]
     jobs = dict(_jobs(parts, sampler, text, grid, lookup))
+    device = parts.target.model.device
     try:
         with torch.inference_mode():
-            measure(jobs, samples, device=parts.target.model.device, seconds=seconds, rounds=rounds, on_round=on_round)
+            on_start(len(jobs), warm_s(jobs[StepKey("target", SEQUENCE, grid.contexts[0], 1)], device))
+            measure(jobs, samples, device=device, seconds=seconds, rounds=rounds, on_round=on_round)
     finally:
         parts.rollback(0)
 

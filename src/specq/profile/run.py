@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -12,6 +13,7 @@ from specq.environment import device_state
 from specq.errors import NotEnoughMemoryError, UsageError
 from specq.models.memory import free_bytes
 from specq.profile.cost import Tree
+from specq.profile.duration import BRIEF_SECONDS, longer_note, shortest_s
 from specq.profile.learn import with_real_answers, with_real_rounds
 from specq.profile.measure import (
     SELF_LENGTHS,
@@ -23,7 +25,7 @@ from specq.profile.measure import (
     memory_of,
     time_models,
 )
-from specq.profile.observe import Observation, Setting, observe, remeasure
+from specq.profile.observe import FEWEST_PROMPTS, Observation, Setting, observe, remeasure
 from specq.profile.plan import Plan, Verdict, levels, plan, settle
 from specq.profile.predict import (
     LONGEST_SEQUENCE,
@@ -44,6 +46,8 @@ from specq.spec.drafters import PromptLookup
 from specq.spec.pipelines import Parts, Seat
 from specq.spec.stopwatch import quiet_heap
 from specq.spec.tree import MAX_NODES
+
+log = logging.getLogger("specq")
 
 UNQUANTIZED = "target_unquantized"
 ROUNDS = {"cpu": 5, "cuda": 30}
@@ -87,11 +91,14 @@ class _Run:
         self.device = subject.device
         kind = self.device.type
         self.seconds = SECONDS[kind] if request.seconds is None else request.seconds
+        self.is_brief = kind == "cpu" and self.seconds < BRIEF_SECONDS
         self.samples: Samples[AnyKey] = Samples()
         self.seen = Observation()
         recipe = request.recipe
         drafter = recipe.drafter
         self.missing = dict(subject.available)
+        if self.is_brief and self.missing["qspec"] is None and "qspec" not in request.by_hand:
+            self.missing["qspec"] = f"needs more time (--seconds {BRIEF_SECONDS:g})"
         self.recipe_tree = Tree(drafter.nodes, drafter.depth, drafter.top_k, drafter.head_bits or 16)
         asked = {"nodes", "depth", "top_k"} & drafter.model_fields_set or request.by_hand
         tree = self.recipe_tree if asked else None
@@ -102,6 +109,7 @@ class _Run:
             head_bits=subject.head_bits,
             act_bits=() if self.missing["qspec"] else (recipe.pipeline.act_bits,),
             is_padded=self.parts.target.model.device_step is not None,
+            is_brief=self.is_brief,
         )
         self.setting = Setting(
             parts=self.parts,
@@ -141,7 +149,8 @@ class _Run:
         profile.states.append(device_state(str(self.device)))
         if self.request.compare_fp16:
             self._compare_fp16()
-        self._split()
+        if not self.is_brief:
+            self._split()
         self._choose()
         profile.states.append(device_state(str(self.device)))
         profile.notes += stability_notes(profile.states, drift=self.samples.drift(), spread=self.samples.spread())
@@ -161,17 +170,33 @@ class _Run:
             seconds=0.3 * self.seconds,
             rounds=rounds,
             on_round=lambda done: self.say(f"timing: {done} of {rounds} rounds over all steps"),
+            on_start=self._say_how_long,
         )
+
+    def _say_how_long(self, jobs: int, step_s: float) -> None:
+        """Say how long it will take where that is much longer than asked for."""
+        if self.device.type != "cpu":  # there it is the first calls that take long, and no step tells of them
+            return
+        tasks = self._open_tasks()
+        again = 2 if self.is_brief else len({candidate.pipeline for candidate, _ in tasks})
+        tokens = 0 if self.request.by_hand else again * FEWEST_PROMPTS * self.setting.max_new_tokens
+        expected_s = shortest_s(step_s, jobs=jobs, tasks=len(tasks), tokens=tokens)
+        if note := longer_note(expected_s, asked_s=self.seconds, step_s=step_s):
+            log.info(note)
 
     def _observe(self) -> None:
         if self.missing["qspec"] is None and "qspec" not in self.request.by_hand:
             self.missing["qspec"] = why_no_qspec(cost_model(self.samples), self.grid.contexts[0])
-        tasks = [
+        tasks = self._open_tasks()
+        observe(self.setting, self.prompts, tasks, self.seen, seconds=0.35 * self.seconds, on_run=self.say)
+
+    def _open_tasks(self) -> list[tuple[Candidate, str]]:
+        """Those tasks that tell what was not given by hand, of pipelines that can run."""
+        return [
             task
             for task in self._tasks()
             if task[1] not in self.request.by_hand and self.missing[task[0].pipeline] is None
         ]
-        observe(self.setting, self.prompts, tasks, self.seen, seconds=0.35 * self.seconds, on_run=self.say)
 
     def _tasks(self) -> list[tuple[Candidate, str]]:
         """What runs to measure acceptance: the longest drafts, whose beginnings tell of the shorter ones."""
@@ -262,6 +287,8 @@ class _Run:
     def _remeasure(self, first: Plan, setting: Setting) -> list[Measured]:
         """The best of every pipeline as it runs, plain decoding first."""
         rivals = [p.candidate for p in first.best_of_each() if p.candidate.pipeline != "plain"]
+        if self.is_brief and not self.request.is_random:  # a study only times rounds, of every pipeline
+            rivals = rivals[:1]
         with quiet_heap():
             return remeasure(
                 setting,

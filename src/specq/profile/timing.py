@@ -74,6 +74,17 @@ def measure(
         on_round(done + 1)
 
 
+def warm_s(job: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a job that ran before: the shorter of two calls after the first."""
+    times = []
+    for _ in range(3):
+        began = perf_counter()
+        job()
+        wait_for(device)
+        times.append(perf_counter() - began)
+    return min(times[1:])
+
+
 def stability_notes(states: Sequence[Mapping[str, Any]], *, drift: float, spread: float) -> list[str]:
     """What makes the numbers doubtful, in sentences with the range they may lie in."""
     notes = []
