@@ -42,7 +42,7 @@ UNPACK_FP16 = tl.constexpr("""{
 
 @triton.jit
 def _unpack_bf16(q, FMA: tl.constexpr):
-    """Eight codes of a word to four words of two bf16 each, 128 + code, exact: (h, r) = 00, 10, 01, 11."""
+    """Eight codes of a word to four words of two bf16 each, 128 + code, exact: (h, r) = 00, 10, 01, 11; FMA: how."""
     return tl.inline_asm_elementwise(
         asm=UNPACK_BF16_FMA if FMA else UNPACK_BF16,
         constraints="=r,=r,=r,=r,r", args=[q], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
