@@ -4,7 +4,8 @@ A device's file holds {"<kernel>": {"<n>x<k>[g<group>]": {"parts": 4, "split": 1
 "rows": {"4": {"lanes": 1, ...}, "16": {"block_n": 128, "warps": 4, ...}, "32": {...}, "64": {...}}}}}. How K is summed
 is one choice for all row counts, because a row's result must not depend on how many rows there are: in `parts` parts,
 which are added in order within each of `split` runs (`tail_split` for columns from `tail_from` on), then the runs. All
-else, `fma` (how words of codes are taken apart, w4_device.py) included, changes no bit of a result. The user's own file (written by `python -m specq_kernels.tune`) wins over the one in the package.
+else, `fma` (how words of codes are taken apart, w4_device.py) included, changes no bit of a result. The user's own file
+(written by `python -m specq_kernels.tune`) wins over the one in the package.
 """
 
 from __future__ import annotations
