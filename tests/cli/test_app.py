@@ -10,6 +10,7 @@ import time
 import pytest
 
 from specq.cli import app, cache
+from specq.cli.console import Terminated
 from specq.errors import DiskFullError, NotEnoughMemoryError
 
 HEAVY = ("torch", "transformers", "pydantic", "tokenizers", "rich")
@@ -136,12 +137,13 @@ def test_memory_that_runs_out_in_the_middle_is_exit_7(call, monkeypatch, error) 
     assert "hint: a smaller --context" in done.err
 
 
-def test_ctrl_c_is_130(call, monkeypatch) -> None:
-    def press(folder):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_ctrl_c_is_130_and_sigterm_143(interrupt, code: int, call, monkeypatch) -> None:
+    def come(folder):
+        raise interrupt
 
-    monkeypatch.setattr(cache, "entries", press)
-    assert call("cache", "ls") == (130, "", "")
+    monkeypatch.setattr(cache, "entries", come)
+    assert call("cache", "ls") == (code, "", "")
 
 
 def test_a_closed_standard_output_ends_quietly() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +78,20 @@ def test_ctrl_c_at_an_empty_prompt_is_130_and_with_text_drops_it(chat) -> None:
     terminal.wait_for(PROMPT)
     terminal.press_ctrl_c()
     assert terminal.exit_code() == 130
+
+
+def test_sigterm_leaves_the_chat_whatever_was_typed_or_is_being_said(chat) -> None:
+    terminal = chat()
+    terminal.type("half a mess")
+    terminal.wait_for("half a mess")
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.exit_code() == 143
+    terminal = chat()
+    terminal.type("hello\n")
+    terminal.wait_for(r"hello\r\n(.*\n)*?.{5}")  # the answer has begun
+    terminal.process.send_signal(signal.SIGTERM)
+    terminal.wait_for("interrupted")
+    assert terminal.exit_code() == 143
 
 
 def test_an_error_at_the_prompt_keeps_the_chat(chat) -> None:

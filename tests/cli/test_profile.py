@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -320,6 +321,22 @@ def test_an_interrupt_keeps_what_was_measured_where_auto_does_not_look(call, mod
     assert (record["is_complete"], record["decision"]) == (False, None)
     assert record["costs"]["models"]["target"]["steps"]
     assert "no profile" in call("run", model, "hello", "--max-new-tokens", "2").err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_sigterm_keeps_what_ctrl_c_keeps(specq, model, prompts, cache) -> None:
+    script = (
+        "import os, signal, sys\nfrom specq.profile import run\n"
+        "def stop(*args, **options):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "run.observe = stop\n"
+        "from specq.cli.app import entry\nsys.argv = ['specq', *sys.argv[1:]]\nentry()"
+    )
+    done = specq("profile", model, *QUICK, "--prompts", prompts, "--max-new-tokens", "12", script=script)
+    assert (done.code, done.out) == (143, "")
+    (file,) = (cache / "profiles").iterdir()
+    assert file.suffix == ".partial"
+    assert str(file) in done.err
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(call, model, monkeypatch) -> None:

@@ -155,16 +155,17 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_ctrl_c_ends_with_the_record_and_130(talker) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_end_with_the_record(talker, number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "specq", "run", str(talker), "hello", "--max-new-tokens", "30000"]
     options = ["--context", "32768", "--threads", "1", "--pipeline", "plain", "--jsonl"]
     process = subprocess.Popen([*command, *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(5)]
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     lines += process.stdout.readlines()
     process.stdout.close()
-    assert process.wait(30) == 130
+    assert process.wait(30) == code
     last = json.loads(lines[-1])
     assert (last["event"], last["finish_reason"]) == ("end", "interrupted")
     assert 3 < last["tokens_out"] < 30000

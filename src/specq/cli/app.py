@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from specq.cli.console import ClosedOutput, discard_output, open_missing_streams
+from specq.cli.console import ClosedOutput, Terminated, discard_output, open_missing_streams, raise_at_sigterm
 from specq.cli.options import NearMissGroup, nearest
 from specq.errors import NotEnoughMemoryError, SpecqError, UsageError
 
@@ -31,7 +31,7 @@ VERBS = {
     "recipe": "List, show or check recipes.",
     "cache": "List or remove what specq keeps on disk.",
 }
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 
 
 class Verbs(NearMissGroup):
@@ -58,6 +58,8 @@ class Verbs(NearMissGroup):
             sys.stdout.flush()
         except BrokenPipeError as error:
             raise ClosedOutput from error  # before the parser's own main turns it into exit code 1
+        except Terminated as error:
+            raise typer.Exit(TERMINATED) from error  # else it takes it for Ctrl-C
         return result
 
 
@@ -137,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Runs `specq` and leaves with its exit code."""
+    """Runs `specq` and leaves with its exit code; SIGTERM ends it as Ctrl-C does."""
+    raise_at_sigterm()
     sys.exit(main())
 
 

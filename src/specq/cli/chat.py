@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specq.cli.console import Console, interrupt_as_request, read_text
+from specq.cli.console import Console, Interrupt, Terminated, read_text
 from specq.cli.options import (
     Model,
     OutputOptions,
@@ -102,11 +102,14 @@ def converse(session: ChatSession, console: Console, *, is_streamed: bool) -> No
 
 
 def show_answer(session: ChatSession, text: str, console: Console, *, is_streamed: bool = True) -> None:
-    """Writes the answer to a message as it comes, then the status line; Ctrl-C stops the answer."""
+    """Writes the answer to a message as it comes, then the status line; Ctrl-C stops the answer.
+
+    SIGTERM does too, and is raised after the status line; so is Ctrl-C where nobody could go on typing.
+    """
     from specq.cli.answer import AnswerWriter
 
-    dropped = session.num_dropped
-    with interrupt_as_request() as interrupt, closing(session.ask(text)) as pieces:
+    dropped, interrupt = session.num_dropped, Interrupt()
+    with interrupt.watch(), closing(session.ask(text)) as pieces:
         if session.num_dropped > dropped:
             console.note(f"the context is full: the oldest {session.num_dropped} turns are no longer in it")
         writer = AnswerWriter(console, thinking=session.thinking, is_inside=session.starts_thinking)
@@ -114,7 +117,7 @@ def show_answer(session: ChatSession, text: str, console: Console, *, is_streame
             for piece in pieces:
                 if is_streamed:
                     writer.push(piece)
-                if interrupt.requested:
+                if interrupt.cause is not None:
                     break
         except KeyboardInterrupt:  # pressed again before the next token came
             pass
@@ -127,8 +130,8 @@ def show_answer(session: ChatSession, text: str, console: Console, *, is_streame
         console.note(
             f"cut at {session.longest} tokens: --max-new-tokens N, or /set max_new_tokens N, allows longer answers"
         )
-    if interrupt.requested and not sys.stdin.isatty():
-        raise KeyboardInterrupt
+    if interrupt.cause is Terminated or (interrupt.cause is not None and not sys.stdin.isatty()):
+        raise interrupt.cause
 
 
 def status_line(result: Generation, *, plain_tps: float | None = None) -> str:
@@ -153,16 +156,16 @@ def status_line(result: Generation, *, plain_tps: float | None = None) -> str:
 def read_message(*, is_terminal: bool) -> str | None:
     """The next message, of one line or several; None at the end of the input.
 
-    Ctrl-C drops what was typed of a message; with nothing typed it raises KeyboardInterrupt.
+    Ctrl-C drops what was typed of a message; with nothing typed it raises KeyboardInterrupt, and SIGTERM Terminated.
     """
     lines: list[str] = []
     is_fenced = False
     while True:
         try:
             line = _read_line("... " if lines or is_fenced else "> ", is_terminal=is_terminal)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             print(file=sys.stderr)
-            if not (lines or is_fenced or _typed_text()):
+            if isinstance(interrupt, Terminated) or not (lines or is_fenced or _typed_text()):
                 raise
             lines, is_fenced = [], False
             continue

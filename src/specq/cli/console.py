@@ -147,28 +147,47 @@ class Progress:
             self._is_drawn = False
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: what keeps its work at Ctrl-C keeps it then too."""
+
+
+def raise_at_sigterm() -> None:
+    """From now on SIGTERM raises Terminated, but only once: `timeout` sends two, and what is kept takes a moment."""
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # whoever has it ignored means that
+        signal.signal(signal.SIGTERM, terminate)
+
+
 class Interrupt:
-    """Whether Ctrl-C was pressed since the watch began."""
+    """What asked for an end while `watch` ran: `cause` is KeyboardInterrupt for Ctrl-C, Terminated for SIGTERM."""
 
-    requested = False
+    cause: type[KeyboardInterrupt] | None = None
 
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Either only sets `cause`, so an answer ends between two tokens; a second Ctrl-C interrupts at once."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-@contextmanager
-def interrupt_as_request() -> Iterator[Interrupt]:
-    """Ctrl-C only sets `requested`, so an answer ends between two tokens; a second one interrupts at once."""
-    interrupt = Interrupt()
-    before = signal.getsignal(signal.SIGINT)
+        def interrupt(signum: int, frame: FrameType | None) -> None:
+            if self.cause is not None:
+                raise self.cause
+            self.cause = KeyboardInterrupt
 
-    def request(signum: int, frame: FrameType | None) -> None:
-        if interrupt.requested:
-            raise KeyboardInterrupt
-        interrupt.requested = True
+        def terminate(signum: int, frame: FrameType | None) -> None:
+            self.cause, before[signal.SIGTERM] = Terminated, signal.SIG_IGN
 
-    signal.signal(signal.SIGINT, request)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, interrupt)
+        if before[signal.SIGTERM] is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, terminate)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def read_text(read: Callable[[], str]) -> str:

@@ -19,7 +19,8 @@ HEAD = f"""# The command line
 Written by `{COMMAND}` from the verbs' own help; edit those. For every verb:
 
 - 0 done, 1 failed, 2 usage, 3 a gate failed, 4 gated or not authorised, 5 not in the cache while offline, 6 not
-  supported or not fitting, 7 not enough memory, 8 disk full, 130 interrupted. A closed standard output ends quietly.
+  supported or not fitting, 7 not enough memory, 8 disk full, 130 interrupted, 143 ended by SIGTERM, which keeps what
+  Ctrl-C keeps. A closed standard output ends quietly.
 - Standard output is the answer and nothing else; with `--json` one JSON document. All the rest goes to standard
   error. `NO_COLOR`, `TERM=dumb` or no terminal: no colour, and a line of progress every ten seconds at most.
 - `SPECQ_DEBUG=1` shows the traceback of an error. `SPECQ_CACHE` is the folder of `specq cache`; the Hub's own

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specq.cli.console import Console, interrupt_as_request, read_text
+from specq.cli.console import Console, Interrupt, read_text
 from specq.cli.options import (
     MAX_NEW_TOKENS,
     OutputOptions,
@@ -22,6 +22,7 @@ from specq.cli.options import (
 from specq.errors import UsageError
 
 if TYPE_CHECKING:
+    from specq.cli.answer import AnswerWriter
     from specq.spec.session import Generation, Pipeline, Stream, StreamEvent
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -60,22 +61,25 @@ def run(
             "`--json` and `--jsonl` exclude each other", hint="--json for one document, --jsonl for events"
         )
     with Console(quiet=output.quiet).working() as console:
-        from specq.cli.answer import open_pipeline
+        from specq.cli.answer import AnswerWriter, open_pipeline
+        from specq.cli.thinking import opens_thinking
 
         model, argument = _arguments(first, second)
         text = join_prompt(_piped_input(), argument, is_raw=prompt.raw)
         loaded = open_pipeline(model, pipeline=pipeline, sampling=sampling, prompt=prompt, console=console)
         ids = _encode(loaded, text, prompt)
+        interrupt = Interrupt()
         stream = loaded.stream(ids, max_new_tokens=sampling.max_new_tokens or MAX_NEW_TOKENS, stop=prompt.stop or ())
         if output.as_json:
-            result = _follow(stream)
+            result = _follow(stream, interrupt)
             console.document(result.record() | {"environment": loaded.environment()})
         elif jsonl:
-            result = _write_events(console, loaded, stream)
+            result = _write_events(console, loaded, stream, interrupt)
         else:
-            result = _write_text(console, loaded, stream, ids, prompt.thinking)
+            writer = AnswerWriter(console, thinking=prompt.thinking, is_inside=opens_thinking(loaded.tokenizer, ids))
+            result = _write_text(writer, stream, interrupt)
     if result.finish_reason == "interrupted":
-        raise KeyboardInterrupt
+        raise interrupt.cause or KeyboardInterrupt
 
 
 def join_prompt(piped: str | None, text: str | None, *, is_raw: bool) -> str:
@@ -114,35 +118,34 @@ def _encode(loaded: Pipeline, text: str, prompt: PromptOptions) -> list[int]:
     return loaded.encode(text, raw=prompt.raw, system=prompt.system, thinking=thinking)
 
 
-def _follow(stream: Stream, each: Callable[[StreamEvent], None] = lambda event: None) -> Generation:
-    """The record of the answer, each event handed on; Ctrl-C ends it between two tokens."""
-    with interrupt_as_request() as interrupt:
+def _follow(
+    stream: Stream, interrupt: Interrupt, each: Callable[[StreamEvent], None] = lambda event: None
+) -> Generation:
+    """The record of the answer, each event handed on; Ctrl-C and SIGTERM end it between two tokens."""
+    with interrupt.watch():
         try:
             for event in stream:
                 each(event)
-                if interrupt.requested:
+                if interrupt.cause is not None:
                     break
         finally:
             stream.close()
     return stream.result
 
 
-def _write_text(console: Console, loaded: Pipeline, stream: Stream, ids: list[int], thinking: Thinking) -> Generation:
-    from specq.cli.answer import AnswerWriter
-    from specq.cli.thinking import opens_thinking
-
-    writer = AnswerWriter(console, thinking=thinking, is_inside=opens_thinking(loaded.tokenizer, ids))
+def _write_text(writer: AnswerWriter, stream: Stream, interrupt: Interrupt) -> Generation:
     try:
-        return _follow(stream, lambda event: writer.push(event.text))
+        return _follow(stream, interrupt, lambda event: writer.push(event.text))
     finally:
         writer.end()
 
 
-def _write_events(console: Console, loaded: Pipeline, stream: Stream) -> Generation:
+def _write_events(console: Console, loaded: Pipeline, stream: Stream, interrupt: Interrupt) -> Generation:
     """`start` with the environment, `text` for every piece, `end` with the run record."""
     console.event({"event": "start", "environment": loaded.environment()})
     result = _follow(
         stream,
+        interrupt,
         lambda event: console.event({"event": "text", "text": event.text, "token_ids": list(event.token_ids)}),
     )
     console.event({"event": "end"} | result.record())
