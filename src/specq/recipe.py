@@ -185,6 +185,18 @@ class Recipe(_Section):
     context: int | None = Field(default=None, ge=2)
 
 
+class FlagOverride(str):
+    """An override `key.key=value` that a flag of the command line stands for; errors name the flag instead of the key.
+
+    The flag is called like the key's last part, or like the section where that is only `model` or `name`.
+    """
+
+    @property
+    def flag(self) -> str:
+        section, _, leaf = self.partition("=")[0].rpartition(".")
+        return f"--{section if leaf in ('model', 'name') else leaf}".replace("_", "-")
+
+
 def load_recipe(source: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a .yaml file or of a shipped name, with `key.key=value` overrides applied.
 
@@ -224,7 +236,9 @@ def build_recipe(data: dict[str, Any], *, overrides: Sequence[str] = (), origin:
             hint = "specq recipe show --all demo shows every key"
             raise UsageError(f"{origin}: `{key}` is missing", hint=hint) from None
         message = first["msg"][:1].lower() + first["msg"][1:]
-        raise UsageError(f"{origin}: `{key}` = `{first['input']}`: {message}") from None
+        given = [override for override in overrides if override.partition("=")[0].strip() == key]
+        where = f"`{given[-1].flag}`" if given and isinstance(given[-1], FlagOverride) else f"{origin}: `{key}`"
+        raise UsageError(f"{where} = `{first['input']}`: {message}") from None
 
 
 def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:

@@ -79,6 +79,26 @@ def test_wrong_usage_is_one_message_and_a_hint(arguments: list[str], message: st
     assert said.startswith(f"hint: {hint}")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--top-p", "2", "x"], "`--top-p` = `2.0`: input should be less than or equal to 1"),
+        (["chat", "--temperature", "200"], "`--temperature` = `200.0`: input should be less than or equal to 100"),
+        (["verify", "--repetition-penalty", "0"], "`--repetition-penalty` = `0.0`: input should be greater than 0"),
+        (["run", "--pipeline", "fast", "x"], "`--pipeline` = `fast`: input should be 'auto', 'plain'"),
+        (["quantize", "--max-kl", "0", "-o", "x"], "`--max-kl` = `0.0`: input should be greater than 0"),
+        (["distill", "--kind", "eagle", "-o", "x", "--minutes", "0"], "`--minutes` = `0.0`: input should be"),
+        (["run", "--set", "sampling.top_p=2", "x"], "demo: `sampling.top_p` = `2`: input should be less than"),
+        (["run", "--set", "sampling.top_p=2", "--top-k", "4", "x"], "demo: `sampling.top_p` = `2`: "),
+        (["run", "--set", "sampling.top_p=0.2", "--top-p", "2", "x"], "`--top-p` = `2.0`: "),
+    ],
+)
+def test_a_value_out_of_range_is_called_as_it_was_given(arguments: list[str], message: str, call) -> None:
+    done = call(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {message}")
+
+
 def test_no_verb_shows_the_overview_on_standard_error(call) -> None:
     done = call()
     assert (done.code, done.out) == (2, "")

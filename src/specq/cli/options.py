@@ -311,5 +311,7 @@ def _parameters(group: type) -> Iterator[inspect.Parameter]:
 
 
 def assignments(values: dict[str, Any]) -> list[str]:
-    """`key=value` for each value that was given; JSON is YAML, so any text survives."""
-    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    """An override for each value of a flag that was given; JSON is YAML, so any text survives."""
+    from specq.recipe import FlagOverride
+
+    return [FlagOverride(f"{key}={json.dumps(value)}") for key, value in values.items() if value is not None]
