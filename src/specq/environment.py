@@ -61,6 +61,13 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def num_processors() -> int:
+    """Those that this process may run on, as far as the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def gpu_driver() -> str | None:
     """The NVIDIA driver's version, or None when its tool does not answer."""
     found = _ask_gpu(["driver_version"])

@@ -50,6 +50,11 @@ def test_the_document_has_rows_raw_samples_and_what_a_referee_asks_for(call, pai
     assert all(row["peak_memory_bytes"] > 1e6 for row in document["rows"])
 
 
+def test_only_the_models_of_the_rows_are_listed(call, pair) -> None:
+    assert set(bench(call, pair, "--pipeline", "lookup")["environment"]["models"]) == {"target"}
+    assert set(bench(call, pair, "--pipeline", "sequence")["environment"]["models"]) == {"target", "small"}
+
+
 def test_without_names_every_pipeline_runs_that_can(call, pair) -> None:
     assert [row["row"] for row in bench(call, pair)["rows"]] == ["plain", "lookup", "sequence"]
     assert [row["row"] for row in bench(call, pair[:1])["rows"]] == ["plain", "lookup"]

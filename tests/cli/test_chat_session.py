@@ -35,7 +35,7 @@ def session(tokenizer_folder: Path):
             tokenizer=Tokenizer.load(tokenizer_folder),
             context=context,
             defaults=Sampling.model_validate({"temperature": 0.0}),
-            revisions={"tiny": None},
+            models={"target": ("tiny", None)},
         )
         return ChatSession(pipeline, max_new_tokens=max_new_tokens, **options)
 

@@ -139,6 +139,37 @@ def test_a_prompt_longer_than_the_context_names_both(call, model) -> None:
     assert "the context holds 64" in done.err
 
 
+def test_the_record_names_the_models_in_memory_and_no_other(call, model, tmp_path) -> None:
+    small = write_model(tmp_path / "small", tiny_config(num_hidden_layers=1))
+    for pipeline, names in (("plain", {"tiny"}), ("sequence", {"tiny", "small"})):
+        options = ("--max-new-tokens", "4", "--pipeline", pipeline, "--json")
+        record = json.loads(call("run", model, "hello", "--intermediate", small, *options).out)
+        assert set(record["environment"]["models"]) == names
+
+
+@pytest.mark.parametrize(
+    ("flag", "pipeline", "named"),
+    [
+        ("--drafter", "eagle2", "`--drafter` (drafter.model): "),
+        ("--intermediate", "sequence", "`--intermediate` (intermediate.model): "),
+    ],
+)
+def test_what_cannot_draft_is_called_by_its_flag(flag, pipeline, named, call, model, tmp_path) -> None:
+    (tmp_path / "notes.txt").touch()
+    done = call("run", model, "hello", flag, tmp_path, "--pipeline", pipeline)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {named}`{tmp_path}` holds neither a config.json nor a .gguf file: notes.txt")
+    assert "hint: " in done.err
+    done = call("run", model, "hello", flag, tmp_path / "none", "--pipeline", pipeline)
+    assert done.err.startswith(f"error: {named}`{tmp_path}/none` does not exist\n\nhint: specq fetch MODEL")
+
+
+def test_a_whole_model_as_a_drafter_is_called_by_its_flag(call, model) -> None:
+    done = call("run", model, "hello", "--drafter", model, "--pipeline", "eagle2")
+    assert done.code == 6
+    assert done.err.startswith("error: `--drafter` (drafter.model): these are the weights of a whole model")
+
+
 def test_hidden_thinking_is_not_printed_but_recorded(call, tmp_path) -> None:
     folder = write_model(tmp_path / "thinker", tiny_config())
     template = "{{ messages[0]['content'] }}<think>\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specq import environment
-from specq.environment import device_state, gpu_driver
+from specq.environment import device_state, gpu_driver, num_processors
 
 
 @pytest.fixture
@@ -47,3 +47,11 @@ def test_without_an_answer_only_the_load_is_known(tool: Path) -> None:
     assert set(device_state("cuda:0")) == {"load"}  # the file is missing, so the tool fails
     assert gpu_driver() is None
     assert {"load"} <= set(device_state("cpu")) <= {"load", "clock_mhz"}
+
+
+def test_processors_are_those_this_process_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert num_processors() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert num_processors() == 8

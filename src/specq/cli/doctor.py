@@ -73,7 +73,7 @@ def system_facts() -> dict[str, Any]:
     """Python, system, processor and memory."""
     import torch
 
-    from specq.environment import cpu_name
+    from specq.environment import cpu_name, num_processors
 
     total, free = _memory_bytes()
     return {
@@ -81,7 +81,7 @@ def system_facts() -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_processors(),
         "memory_bytes": total,
         "memory_free_bytes": free,
     }

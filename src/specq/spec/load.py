@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from specq.checkpoint import ModelSpec, read_generation_config
+from specq.environment import num_processors
 from specq.errors import UsageError
 from specq.hub import Snapshot, resolve_model
 from specq.models.causal_lm import CausalLM
@@ -20,7 +20,7 @@ from specq.models.shared import read_shared, without_lender
 from specq.recipe import ModelRef, Recipe, Sampling, resolve
 from specq.spec.check_head import is_head
 from specq.spec.decision import ProfileKey
-from specq.spec.parts import PartLoader, Space
+from specq.spec.parts import PartLoader, Space, naming
 from specq.spec.pipelines import four_bits, require_pipeline, tree_shape
 from specq.spec.session import Generation, Pipeline
 from specq.spec.tree import chain
@@ -56,7 +56,7 @@ def load_pipeline(
     recipe = recipe if isinstance(recipe, Recipe) else resolve(recipe)
     device = take_device(device)
     wanted = pipeline or recipe.pipeline.name
-    snapshots = {role: _snapshot(ref, offline, say) for role, ref in model_refs(recipe, wanted).items()}
+    snapshots = {role: _snapshot(role, ref, offline, say) for role, ref in model_refs(recipe, wanted).items()}
     target = snapshots["target"].path
     if (shared := read_shared(target)) is not None:
         raise without_lender(snapshots["target"].name, shared)
@@ -95,7 +95,7 @@ def load_pipeline(
         context=limit,
         defaults=default_sampling(generation),
         answer_length=default_length(generation),
-        revisions={snapshot.repo_id or snapshot.path.name: snapshot.revision for snapshot in snapshots.values()},
+        models={role: (each.repo_id or each.path.name, each.revision) for role, each in snapshots.items()},
         folders=folders,
         decision=decision,
         undecided=undecided,
@@ -198,7 +198,7 @@ def set_threads(model: CausalLM, threads: int | None) -> None:
 
     On a small or busy machine two threads can be several times slower than one: a barrier waits for the slower of them.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_processors()
     if threads is not None:
         if threads > cores:
             log.warning(f"{threads} threads share {cores} processors, which is slower than one each")
@@ -225,5 +225,6 @@ def set_threads(model: CausalLM, threads: int | None) -> None:
     torch.set_num_threads(best)
 
 
-def _snapshot(ref: ModelRef, offline: bool | None, say: Callable[[str], None]) -> Snapshot:
-    return resolve_model(ref.model, revision=ref.revision, offline=offline, progress=say)
+def _snapshot(role: str, ref: ModelRef, offline: bool | None, say: Callable[[str], None]) -> Snapshot:
+    with naming(role):
+        return resolve_model(ref.model, revision=ref.revision, offline=offline, progress=say)

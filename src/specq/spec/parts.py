@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from specq.checkpoint import ModelSpec
-from specq.errors import UnsupportedError
+from specq.errors import SpecqError, UnsupportedError
 from specq.hub import Snapshot
 from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import build_head
@@ -23,6 +24,26 @@ HEAD = "_head"
 
 MODEL_ROLES = ("target", "intermediate")
 DRAFTING_ROLES = ("intermediate", "target_head", "intermediate_head")
+
+NAMED_BY = {
+    "intermediate": "`--intermediate` (intermediate.model)",
+    "target_head": "`--drafter` (drafter.model)",
+    "intermediate_head": "`--drafter` (intermediate.drafter, drafter.model)",
+}
+"""The flags that name what drafts, and the keys of a recipe."""
+
+DRAFTER_HINT = "specq fetch MODEL gets a drafter that is known, specq distill trains one"
+
+
+@contextmanager
+def naming(role: str) -> Iterator[None]:
+    """An error inside about what drafts says which flag or key named it."""
+    try:
+        yield
+    except SpecqError as error:
+        if role not in NAMED_BY:
+            raise
+        raise type(error)(f"{NAMED_BY[role]}: {error.message}", hint=error.hint or DRAFTER_HINT) from None
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,7 @@ class PartLoader:
         new = [role for role in self._snapshots if role in wanted - (parts.roles if parts else frozenset())]
         if parts is not None and not new:
             return parts
-        heads = {role.removesuffix(HEAD): HeadFiles(self._path(role)) for role in new if role.endswith(HEAD)}
+        heads = {role.removesuffix(HEAD): self._head_files(role) for role in new if role.endswith(HEAD)}
         self._check(new, heads)
         seats: dict[str, Seat | HeadSeat] = {} if parts is None else dict(parts.items())
         for role in (role for role in MODEL_ROLES if role in new):
@@ -84,7 +105,8 @@ class PartLoader:
         if "intermediate" in new:
             _require_fit(self._path("target"), self._path("intermediate"))
         for role, files in heads.items():
-            files.check_fit(self._spec(role), ids=self._tokenizer.size)
+            with naming(f"{role}{HEAD}"):
+                files.check_fit(self._spec(role), ids=self._tokenizer.size)
         models = [(self._spec(role), self._path(role), self._context(role)) for role in MODEL_ROLES if role in new]
         files_bytes = sum(head_bytes(self._path(f"{role}{HEAD}")) for role in heads)
         copies = sum(files.copied_bytes(self._spec(role), self._head_bits) for role, files in heads.items())
@@ -95,6 +117,10 @@ class PartLoader:
             head_bytes=files_bytes + copies,
             head_kv=sum(self._head_kv(role, files) for role, files in heads.items()),
         )
+
+    def _head_files(self, role: str) -> HeadFiles:
+        with naming(role):
+            return HeadFiles(self._path(role))
 
     def _head_kv(self, role: str, head: HeadFiles) -> int:
         """Bytes a head and the cache of its model keep of the context for its sake."""

@@ -76,26 +76,27 @@ class Pipeline:
         tokenizer: Tokenizer,
         context: int,
         defaults: Sampling,
-        revisions: dict[str, str | None],
+        models: Mapping[str, tuple[str, str | None]],
         answer_length: int | None = None,
         folders: Mapping[str, Path] | None = None,
         decision: Decision | None = None,
         undecided: str | None = None,
         loader: PartLoader | None = None,
     ) -> None:
-        """`folders` are where the models lie, by role; `loader` brings those into memory that `parts` lacks.
+        """`models` are name and revision by role, and `folders` where they lie, also of those that `loader` brings into
+        memory when a pipeline needs them.
 
         `decision` is what a profile chose for these models here; `auto` runs it, and without one plain decoding.
         `undecided` says in a few words what there is instead of a decision. `answer_length` is the longest answer that
         the model's generation config asks for, for those who chat.
         """
         self.recipe, self.parts, self.tokenizer = recipe, parts, tokenizer
-        self.context, self.defaults, self.revisions = context, defaults, revisions
+        self.context, self.defaults = context, defaults
         self.answer_length = answer_length
         self.name, self.is_auto = "plain", False
         self.folders, self.decision = dict(folders or {}), decision
         self._undecided = undecided or "these models have no profile on this device"
-        self._loader = loader
+        self._loader, self._models = loader, dict(models)
         self._running = recipe
         self._governor: Governor | None = None
         self._tokens: list[int] = []
@@ -104,6 +105,11 @@ class Pipeline:
     def target(self) -> CausalLM:
         """The model that decides every token."""
         return self.parts.target.model
+
+    @property
+    def revisions(self) -> dict[str, str | None]:
+        """The models in memory by name, with the revision of those that have one."""
+        return dict(model for role, model in self._models.items() if role in self.parts.roles)
 
     @property
     def available(self) -> dict[str, str | None]:
@@ -138,8 +144,8 @@ class Pipeline:
             self._governor = Governor(decision.levels, name=name)
 
     def environment(self) -> dict[str, Any]:
-        """Device, versions and the revision of every model."""
-        return describe_environment(str(self.target.device)) | {"models": dict(self.revisions)}
+        """Device, versions and the revision of every model in memory."""
+        return describe_environment(str(self.target.device)) | {"models": self.revisions}
 
     def encode(
         self,

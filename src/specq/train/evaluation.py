@@ -44,7 +44,7 @@ def sequence_pipeline(
 
 def _pipeline(recipe: Recipe, parts: Parts, tokenizer: Tokenizer, context: int, *, name: str) -> Pipeline:
     pipeline = Pipeline(
-        recipe=recipe, parts=parts, tokenizer=tokenizer, context=context, defaults=Sampling(), revisions={}
+        recipe=recipe, parts=parts, tokenizer=tokenizer, context=context, defaults=Sampling(), models={}
     )
     pipeline.use(name)
     return pipeline

@@ -36,7 +36,7 @@ def make_pipeline(tokenizer: Tokenizer) -> Callable[..., Pipeline]:
             tokenizer=tokenizer,
             context=context,
             defaults=Sampling(),
-            revisions={"tiny": None},
+            models={"target": ("tiny", None)},
         )
 
     return make

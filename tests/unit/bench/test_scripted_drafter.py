@@ -106,7 +106,7 @@ def stream(
             tokenizer=tokenizer,
             context=context,
             defaults=Sampling(temperature=0.0),
-            revisions={},
+            models={},
         )
         pipeline.use("scripted")
         return pipeline.stream(PROMPT, **options)
