@@ -195,11 +195,21 @@ def test_commands_from_a_pipe(call, model, tmp_path) -> None:
         ("/stats", "there is no answer yet"),
     ],
 )
-def test_a_wrong_command_in_a_script_ends_it(line: str, message: str, call, model) -> None:
-    done = call("chat", model, "--quiet", stdin=f"{line}\nhello\n")
+def test_a_wrong_command_in_a_script_is_said_and_passed_over(line: str, message: str, call, model) -> None:
+    options = ("--quiet", "--max-new-tokens", "4", "--json")
+    done = call("chat", model, *options, stdin=f"{line}\nhello\n/set nothing 1\nagain\n")
     assert done.code in (2, 6)
-    assert done.out == ""
     assert done.err.startswith(f"error: {message}")
+    assert "there is no setting `nothing`" in done.err
+    assert [turn["content"] for turn in json.loads(done.out)["messages"][::2]] == ["hello", "again"]
+
+
+def test_the_exit_code_of_a_script_is_that_of_its_first_error(call, model) -> None:
+    options = ("--quiet", "--max-new-tokens", "4")
+    assert call("chat", model, *options, stdin="/spec sequence\nhello\n/retri\n").code == 6
+    done = call("chat", model, *options, "--context", "60", stdin=f"hello\n{'a' * 90}\n/reset\nhello\n")
+    assert (done.code, len(done.out.splitlines())) == (2, 2)
+    assert "the context holds 60" in done.err
 
 
 def test_a_base_model_says_how_to_chat_with_it(call, tmp_path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sys
 import traceback
@@ -12,7 +11,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from specq.cli.console import ClosedOutput, Terminated, discard_output, open_missing_streams, raise_at_sigterm
+from specq.cli.console import (
+    ClosedOutput,
+    Terminated,
+    discard_output,
+    is_debugging,
+    open_missing_streams,
+    raise_at_sigterm,
+    report,
+)
 from specq.cli.options import NearMissGroup, nearest
 from specq.errors import NotEnoughMemoryError, SpecqError, UsageError
 
@@ -119,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise _usage_error(error) from None
         return code if isinstance(code, int) else 0
     except SpecqError as error:
-        return _report(error)
+        report(error)
+        return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except ClosedOutput:
@@ -129,12 +137,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_out_of_memory(error):
             said = "".join(f": {line.rstrip('.')}" for line in str(error).splitlines()[:1])
             hint = "a smaller --context, a smaller or 4-bit model, or end what else uses the device"
-            return _report(NotEnoughMemoryError(f"the memory ran out{said}", hint=hint))
-        if _is_debugging():
+            report(NotEnoughMemoryError(f"the memory ran out{said}", hint=hint))
+            return NotEnoughMemoryError.exit_code
+        if is_debugging():
             traceback.print_exc()
         else:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
-            _say(f"error: unexpected {what}", "set SPECQ_DEBUG=1 for the traceback")
+            report(SpecqError(f"unexpected {what}", hint="set SPECQ_DEBUG=1 for the traceback"))
         return 1
 
 
@@ -150,24 +159,6 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     signs = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-def _report(error: SpecqError) -> int:
-    if _is_debugging():
-        traceback.print_exc()
-    _say(f"error: {error.message}", error.hint)
-    return error.exit_code
-
-
-def _say(message: str, hint: str | None) -> None:
-    sys.stdout.flush()
-    print(message, file=sys.stderr)
-    if hint:
-        print(f"\nhint: {hint}", file=sys.stderr)
-
-
-def _is_debugging() -> bool:
-    return os.environ.get("SPECQ_DEBUG", "") not in ("", "0")
 
 
 def _usage_error(error: typer.TyperException) -> UsageError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specq.cli.console import Console, Interrupt, Terminated, read_text
+from specq.cli.console import Console, Interrupt, Terminated, read_text, report
 from specq.cli.options import (
     Model,
     OutputOptions,
@@ -45,8 +45,8 @@ def chat(
 
     Ctrl-C stops an answer and keeps the chat; at an empty prompt it leaves, as Ctrl-D does. A line that ends
     with a backslash goes on in the next one; lines between two lines of three double quotes are one message.
-    /help lists the commands. Piped in, every line is a turn. With --json nothing is streamed, and the whole
-    chat is one document.
+    /help lists the commands. Piped in, every line is a turn; a line that cannot be taken is said and passed over,
+    and the exit code is that of the first. With --json nothing is streamed, and the whole chat is one document.
     """
     is_interactive = sys.stdin.isatty() and sys.stdout.isatty() and not output.as_json
     with Console(quiet=output.quiet).working(divert=not is_interactive) as console:
@@ -65,21 +65,24 @@ def chat(
         if sys.stdin.isatty():
             console.note(console.dim(_greeting(session)))
         with _line_history(is_interactive):
-            converse(session, console, is_streamed=not output.as_json)
+            code = converse(session, console, is_streamed=not output.as_json)
         if output.as_json:
             answers = [result.record() for result in session.results]
             environment = session.pipeline.environment()
             console.document({"messages": session.messages(), "answers": answers, "environment": environment})
+    if code:
+        raise typer.Exit(code)
 
 
-def converse(session: ChatSession, console: Console, *, is_streamed: bool) -> None:
-    """Reads messages and commands until the input ends or /quit.
+def converse(session: ChatSession, console: Console, *, is_streamed: bool) -> int:
+    """Reads messages and commands until the input ends or /quit; the exit code.
 
-    At a prompt of a terminal an error is shown and the chat goes on; in a script the first one is raised.
+    What a line does wrong is said, and the chat goes on: nothing that was piped in is lost by one slip. Where nobody
+    sees that at a prompt the exit code is that of the first error.
     """
     from specq.cli.chat_commands import ChatCommands
 
-    is_terminal = sys.stdin.isatty()
+    is_terminal, code = sys.stdin.isatty(), 0
 
     def answer(text: str) -> None:
         show_answer(session, text, console, is_streamed=is_streamed)
@@ -88,17 +91,22 @@ def converse(session: ChatSession, console: Console, *, is_streamed: bool) -> No
     while not commands.is_over:
         try:
             message = read_message(is_terminal=is_terminal)
-            if message is None:
-                break
+        except SpecqError as error:
+            if not is_terminal:  # what follows bytes that are no text cannot be read either
+                raise
+            report(error)
+            continue
+        if message is None:
+            break
+        try:
             if message.startswith("/") and not message.startswith("//"):
                 commands.run(message)
             elif message.strip():
                 answer(message[1:] if message.startswith("//") else message)
         except SpecqError as error:
-            if not is_terminal:
-                raise
-            hint = f"\nhint: {error.hint}" if error.hint else ""
-            print(f"error: {error.message}{hint}", file=sys.stderr)
+            report(error)
+            code = code or error.exit_code
+    return 0 if is_terminal else code
 
 
 def show_answer(session: ChatSession, text: str, console: Console, *, is_streamed: bool = True) -> None:

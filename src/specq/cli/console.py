@@ -10,13 +10,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
 
-from specq.errors import UsageError
+from specq.errors import SpecqError, UsageError
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -188,6 +189,19 @@ class Interrupt:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def report(error: SpecqError) -> None:
+    """Says on standard error what is wrong and what to type instead; with SPECQ_DEBUG where it came from, too."""
+    sys.stdout.flush()
+    if is_debugging():
+        traceback.print_exc()
+    hint = f"\n\nhint: {error.hint}" if error.hint else ""
+    print(f"error: {error.message}{hint}", file=sys.stderr)
+
+
+def is_debugging() -> bool:
+    return os.environ.get("SPECQ_DEBUG", "") not in ("", "0")
 
 
 def read_text(read: Callable[[], str]) -> str:
