@@ -93,9 +93,7 @@ def _check_local(path: Path) -> Path:
     below = [child for child in sorted(path.iterdir()) if (child / "config.json").is_file()]
     raise UsageError(
         f"`{path}` holds neither a config.json nor a .gguf file: {shown or 'it is empty'}",
-        hint=f"did you mean {below[0]}?"
-        if below
-        else "name the folder that a Hugging Face model or a drafter was saved to",
+        hint=f"did you mean {below[0]}?" if below else "name the folder that a model or a drafter was saved to",
     )
 
 

@@ -6,9 +6,11 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 # the terminal has to be the process's own before Ctrl-C typed on it becomes a signal, which a background job ignores
 START = (
@@ -43,6 +45,14 @@ class Terminal:
             if select.select([self._master], [], [], 2.0)[0]:
                 return
         raise AssertionError(f"nothing came of Ctrl-C; shown: {self.seen!r}")
+
+    def terminate(self) -> int:
+        """The exit code after SIGTERM; again when nothing comes of it, as with Ctrl-C."""
+        for _ in range(10):
+            self.process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                return self.process.wait(3)
+        raise AssertionError(f"nothing came of SIGTERM; shown: {self.seen!r}")
 
     def wait_for(self, pattern: str, *, seconds: float = 60) -> str:
         """What is shown until the pattern has come; it is not looked at again. Fails when it does not come."""

@@ -84,8 +84,7 @@ def test_sigterm_leaves_the_chat_whatever_was_typed_or_is_being_said(chat) -> No
     terminal = chat()
     terminal.type("half a mess")
     terminal.wait_for("half a mess")
-    terminal.process.send_signal(signal.SIGTERM)
-    assert terminal.exit_code() == 143
+    assert terminal.terminate() == 143
     terminal = chat()
     terminal.type("hello\n")
     terminal.wait_for(r"hello\r\n(.*\n)*?.{5}")  # the answer has begun

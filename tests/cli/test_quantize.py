@@ -110,7 +110,7 @@ def test_a_recipe_is_never_quantized_silently(call, source: Path, small: list[st
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--group-size", "100"], 2, "quantize.group_size"),
+        (["--group-size", "100"], 2, "`--group-size` = `100`"),
         (["--method", "rtn", "--act-order"], 2, "--act-order"),
         (["--calib", "/nowhere/text.txt"], 2, "does not exist"),
         (["--set", "quantize.sample=3"], 2, "unknown key `quantize.sample`"),

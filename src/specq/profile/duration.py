@@ -1,4 +1,4 @@
-"""How long a profile takes on a CPU at least, and below which `seconds` it leaves things out; pure, no torch."""
+"""How long a profile takes on a CPU at least, and below which `seconds` it leaves things out; pure."""
 
 from __future__ import annotations
 
