@@ -330,7 +330,7 @@ def test_sigterm_keeps_what_ctrl_c_keeps(specq, model, prompts, cache) -> None:
         "def stop(*args, **options):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "run.observe = stop\n"
-        "from specq.cli.app import entry\nsys.argv = ['specq', *sys.argv[1:]]\nentry()"
+        "from specq.cli.app import main\nsys.argv = ['specq', *sys.argv[1:]]\nsys.exit(main())"
     )
     done = specq("profile", model, *QUICK, "--prompts", prompts, "--max-new-tokens", "12", script=script)
     assert (done.code, done.out) == (143, "")

@@ -17,7 +17,7 @@ from specq.cli.console import (
     discard_output,
     is_debugging,
     open_missing_streams,
-    raise_at_sigterm,
+    raised_at_sigterm,
     report,
 )
 from specq.cli.options import NearMissGroup, nearest
@@ -114,8 +114,12 @@ def _print_version(*, as_json: bool) -> None:
     print(json.dumps(versions) if as_json else f"specq {versions['specq']}")
 
 
+@raised_at_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of one command line; every error has become a message on standard error."""
+    """The exit code of one command line; every error has become a message on standard error.
+
+    SIGTERM ends it as Ctrl-C does.
+    """
     open_missing_streams()
     command = typer.main.get_command(app)
     args = list(sys.argv[1:] if argv is None else argv)
@@ -148,8 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Runs `specq` and leaves with its exit code; SIGTERM ends it as Ctrl-C does."""
-    raise_at_sigterm()
+    """Runs `specq` and leaves with its exit code."""
     sys.exit(main())
 
 

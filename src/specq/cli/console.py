@@ -152,15 +152,23 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM came: what keeps its work at Ctrl-C keeps it then too."""
 
 
-def raise_at_sigterm() -> None:
-    """From now on SIGTERM raises Terminated, but only once: `timeout` sends two, and what is kept takes a moment."""
+@contextmanager
+def raised_at_sigterm() -> Iterator[None]:
+    """SIGTERM raises Terminated, but only once: `timeout` sends two, and what is kept takes a moment."""
 
     def terminate(signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # whoever has it ignored means that
-        signal.signal(signal.SIGTERM, terminate)
+    is_ours = threading.current_thread() is threading.main_thread()  # no other can set a handler
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # whoever has it ignored means that
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Interrupt:
