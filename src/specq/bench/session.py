@@ -21,8 +21,7 @@ from specq.models.memory import estimate_bytes, free_bytes, require_memory
 from specq.models.storages import storages
 from specq.recipe import Recipe, Sampling
 from specq.spec.decision import Decision, ProfileKey
-from specq.spec.load import choose_device, load_pipeline, model_refs
-from specq.spec.parts import naming
+from specq.spec.load import choose_device, find_model, load_pipeline, model_refs
 from specq.spec.pipelines import PIPELINES, four_bits
 from specq.spec.session import Pipeline
 
@@ -105,10 +104,8 @@ def find_decision(plan: Plan, loading: Loading) -> Decision | None:
 
 def profile_key(plan: Plan, loading: Loading) -> ProfileKey:
     """The key under which a profile of the plan's models on this device would be stored."""
-    paths = {}
-    for role, ref in model_refs(plan.recipe, plan.wanted).items():
-        with naming(role):
-            paths[role] = resolve_model(ref.model, revision=ref.revision, offline=loading.offline).path
+    refs = model_refs(plan.recipe, plan.wanted)
+    paths = {role: find_model(role, ref, offline=loading.offline).path for role, ref in refs.items()}
     device = choose_device(loading.device)
     return ProfileKey.here(paths, device=device, dtype=loading.dtype, use_graphs=loading.use_graphs)
 

@@ -56,7 +56,8 @@ def load_pipeline(
     recipe = recipe if isinstance(recipe, Recipe) else resolve(recipe)
     device = take_device(device)
     wanted = pipeline or recipe.pipeline.name
-    snapshots = {role: _snapshot(role, ref, offline, say) for role, ref in model_refs(recipe, wanted).items()}
+    refs = model_refs(recipe, wanted)
+    snapshots = {role: find_model(role, ref, offline=offline, progress=say) for role, ref in refs.items()}
     target = snapshots["target"].path
     if (shared := read_shared(target)) is not None:
         raise without_lender(snapshots["target"].name, shared)
@@ -225,6 +226,9 @@ def set_threads(model: CausalLM, threads: int | None) -> None:
     torch.set_num_threads(best)
 
 
-def _snapshot(role: str, ref: ModelRef, offline: bool | None, say: Callable[[str], None]) -> Snapshot:
+def find_model(
+    role: str, ref: ModelRef, *, offline: bool | None, progress: Callable[[str], None] | None = None
+) -> Snapshot:
+    """The files of the model in a role; raises as `resolve_model`, naming the flag or key of what drafts."""
     with naming(role):
-        return resolve_model(ref.model, revision=ref.revision, offline=offline, progress=say)
+        return resolve_model(ref.model, revision=ref.revision, offline=offline, progress=progress)
