@@ -160,19 +160,20 @@ def time_models(
     seconds: float,
     rounds: int,
     on_round: Callable[[int], None] = lambda done: None,
-    on_start: Callable[[int, float], None] = lambda jobs, step_s: None,
+    on_start: Callable[[int, float], None] | None = None,
 ) -> None:
     """Fill `samples` with every step, drafting and prefill of these models; the caches are empty afterwards.
 
     `text` is token ids that stand for contexts; it is repeated as needed. `on_start` gets the number of jobs and the
-    seconds of one plain step of the target.
+    seconds of one plain step of the target, which is timed for it alone.
     """
     text = [text[i % len(text)] for i in range(grid.contexts[-1] + MAX_NODES)]
     jobs = dict(_jobs(parts, sampler, text, grid, lookup))
     device = parts.target.model.device
     try:
         with torch.inference_mode():
-            on_start(len(jobs), warm_s(jobs[StepKey("target", SEQUENCE, grid.contexts[0], 1)], device))
+            if on_start is not None:
+                on_start(len(jobs), warm_s(jobs[StepKey("target", SEQUENCE, grid.contexts[0], 1)], device))
             measure(jobs, samples, device=device, seconds=seconds, rounds=rounds, on_round=on_round)
     finally:
         parts.rollback(0)

@@ -170,13 +170,12 @@ class _Run:
             seconds=0.3 * self.seconds,
             rounds=rounds,
             on_round=lambda done: self.say(f"timing: {done} of {rounds} rounds over all steps"),
-            on_start=self._say_how_long,
+            # on a GPU it is the first calls that take long, and no step tells of them
+            on_start=self._say_how_long if self.device.type == "cpu" else None,
         )
 
     def _say_how_long(self, jobs: int, step_s: float) -> None:
         """Say how long it will take where that is much longer than asked for."""
-        if self.device.type != "cpu":  # there it is the first calls that take long, and no step tells of them
-            return
         tasks = self._open_tasks()
         again = 2 if self.is_brief else len({candidate.pipeline for candidate, _ in tasks})
         tokens = 0 if self.request.by_hand else again * FEWEST_PROMPTS * self.setting.max_new_tokens
