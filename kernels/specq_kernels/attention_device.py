@@ -69,8 +69,9 @@ def attention_kernel(
     """Unnormalised attention of BLOCK_Q rows (node, head of the kv head's group) over one piece, FOLDED leaves.
 
     `written` slots behind the length hold nodes, the last `nodes` of them this call's. partial [pieces, kv_heads, rows,
-    HEAD_DIM]; top (running maximum, log2) and total [pieces, kv_heads, rows]. Where the rows' positions lie on both
-    sides of one at which a leaf's size doubles, a second phase serves the rows behind it.
+    HEAD_DIM]; top (running maximum, log2) and total [pieces, kv_heads, rows]. Pieces run from the last, which has most
+    to do, to the first; where the rows' positions lie on both sides of one at which a leaf's size doubles, those of
+    the rows behind it follow.
     """
     LATE: tl.constexpr = BLOCK_Q > 16  # the merge's programs would crowd where few of these are
     if EARLY and not LATE:
@@ -78,12 +79,17 @@ def attention_kernel(
     length = tl.load(length_ptr, cache_modifier=".cg")  # not of the kernel ahead
     kv_head = tl.program_id(0)
     base = kv_head.to(tl.int64) * max_len * HEAD_DIM
-    first = length + written - nodes  # slot of the first row's node
+    seen = length + written
+    first = seen - nodes  # slot of the first row's node
     size = _leaf_size(first, LEAF, LEAVES)
-    pieces = tl.minimum(tl.cdiv(length + written, size * FOLDED), LEAVES // FOLDED)
-    piece = pieces - 1 - tl.program_id(2)  # the last has most to do and begins first
+    piece = tl.minimum(tl.cdiv(seen, size * FOLDED), LEAVES // FOLDED) - 1 - tl.program_id(2)
+    is_late = piece < 0  # of the rows behind the position at which leaves double
+    leaf = tl.where(is_late, size * 2, size)
+    piece += tl.where(is_late & (seen > LEAVES * size), tl.cdiv(seen, leaf * FOLDED), 0)
     if piece < 0:
         return
+    begin = piece * leaf * FOLDED
+    end = tl.minimum(seen, begin + leaf * FOLDED)
     rows = nodes * SHARED
     row = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     is_query = row < rows
@@ -102,72 +108,66 @@ def attention_kernel(
     depth = tl.zeros((BLOCK_Q,), tl.int32)
     if WINDOWED:
         depth = tl.load(depth_ptr + node, mask=is_query, other=0)
-    phases = tl.where(length + written > LEAVES * size, 2, 1)
-    for phase in tl.range(0, phases, num_stages=1):
-        is_row = is_query & ((first + node >= LEAVES * size) == (phase == 1))
-        leaf = size << phase
-        begin = piece * leaf * FOLDED
-        end = tl.minimum(length + written, begin + leaf * FOLDED)
-        if begin < end:
-            top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-            total = tl.zeros((BLOCK_Q,), tl.float32)
-            acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-            if FOLDED > 1:
-                whole, whole_top, whole_total = acc, top, total
-            # tiles wholly inside the committed prefix need no mask, those before every row's window are skipped
-            plain_end = tl.minimum(length // LEAF * LEAF, end)
-            start_at = begin
-            if WINDOWED:
-                start_at = tl.maximum(begin, (length - window + 1) // LEAF * LEAF)
-                plain_end = start_at
-            for start in tl.range(start_at, plain_end, LEAF, num_stages=STAGES):
-                offs = base + (start + tl.arange(0, LEAF))[:, None] * HEAD_DIM + offs_d[None, :]
-                if HEAD_DIM == BLOCK_D:
-                    keys = tl.load(k_ptr + offs)
-                    values = tl.load(v_ptr + offs)
-                else:
-                    keys = tl.load(k_ptr + offs, mask=is_d[None, :], other=0.0)
-                    values = tl.load(v_ptr + offs, mask=is_d[None, :], other=0.0)
-                scores = tl.dot(q, keys.T, input_precision="ieee")
-                if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
-                    if start % leaf == 0:
-                        whole, whole_top, whole_total = _fold(whole, whole_top, whole_total, acc, top, total)
-                        top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-                        total = tl.zeros((BLOCK_Q,), tl.float32)
-                        acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-                acc, top, total = _add_tile(acc, top, total, scores, scale, values)
-            for start in tl.range(tl.maximum(start_at, plain_end), end, LEAF, num_stages=1):
-                slot = start + tl.arange(0, LEAF)
-                is_key = slot < end
-                offs = base + slot[:, None] * HEAD_DIM + offs_d[None, :]
-                keys = tl.load(k_ptr + offs, mask=is_key[:, None] & is_d[None, :], other=0.0)
-                values = tl.load(v_ptr + offs, mask=is_key[:, None] & is_d[None, :], other=0.0)
-                scores = tl.dot(q, keys.T, input_precision="ieee")
-                other = slot - length  # the node in this slot
-                shift = (tl.maximum(other, 0) & 31)[None, :]
-                bit = tl.where((other < 32)[None, :], low[:, None] >> shift, high[:, None] >> shift) & 1
-                visible = ((other < 0)[None, :] | (bit != 0)) & is_key[None, :]
-                if WINDOWED:
-                    ancestor = tl.load(depth_ptr + tl.maximum(other, 0), mask=(other >= 0) & is_key, other=0)
-                    at = tl.where(other < 0, slot, length + ancestor)
-                    visible = visible & ((length + depth)[:, None] - at[None, :] < window)
-                scores = tl.where(visible, scores, -float("inf"))
-                if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
-                    if start % leaf == 0:
-                        whole, whole_top, whole_total = _fold(whole, whole_top, whole_total, acc, top, total)
-                        top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-                        total = tl.zeros((BLOCK_Q,), tl.float32)
-                        acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-                acc, top, total = _add_tile(acc, top, total, scores, scale, values)
-            if FOLDED > 1:
-                acc, top, total = _fold(whole, whole_top, whole_total, acc, top, total)
-            if EARLY and LATE:
-                tl.extra.cuda.gdc_launch_dependents()
-            to = (piece * KV_HEADS + kv_head) * rows + row
-            to_part = partial_ptr + to[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
-            tl.store(to_part, acc, mask=is_row[:, None] & is_d[None, :])
-            tl.store(top_ptr + to, top, mask=is_row)
-            tl.store(total_ptr + to, total, mask=is_row)
+    is_row = is_query & ((first + node >= LEAVES * size) == is_late)
+    top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    if FOLDED > 1:
+        whole, whole_top, whole_total = acc, top, total
+    # tiles wholly inside the committed prefix need no mask, those before every row's window are skipped
+    plain_end = tl.minimum(length // LEAF * LEAF, end)
+    start_at = begin
+    if WINDOWED:
+        start_at = tl.maximum(begin, (length - window + 1) // LEAF * LEAF)
+        plain_end = start_at
+    for start in tl.range(start_at, plain_end, LEAF, num_stages=STAGES):
+        offs = base + (start + tl.arange(0, LEAF))[:, None] * HEAD_DIM + offs_d[None, :]
+        if HEAD_DIM == BLOCK_D:
+            keys = tl.load(k_ptr + offs)
+            values = tl.load(v_ptr + offs)
+        else:
+            keys = tl.load(k_ptr + offs, mask=is_d[None, :], other=0.0)
+            values = tl.load(v_ptr + offs, mask=is_d[None, :], other=0.0)
+        scores = tl.dot(q, keys.T, input_precision="ieee")
+        if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
+            if start % leaf == 0:
+                whole, whole_top, whole_total = _fold(whole, whole_top, whole_total, acc, top, total)
+                top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
+                total = tl.zeros((BLOCK_Q,), tl.float32)
+                acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+        acc, top, total = _add_tile(acc, top, total, scores, scale, values)
+    for start in tl.range(tl.maximum(start_at, plain_end), end, LEAF, num_stages=1):
+        slot = start + tl.arange(0, LEAF)
+        is_key = slot < end
+        offs = base + slot[:, None] * HEAD_DIM + offs_d[None, :]
+        keys = tl.load(k_ptr + offs, mask=is_key[:, None] & is_d[None, :], other=0.0)
+        values = tl.load(v_ptr + offs, mask=is_key[:, None] & is_d[None, :], other=0.0)
+        scores = tl.dot(q, keys.T, input_precision="ieee")
+        other = slot - length  # the node in this slot
+        shift = (tl.maximum(other, 0) & 31)[None, :]
+        bit = tl.where((other < 32)[None, :], low[:, None] >> shift, high[:, None] >> shift) & 1
+        visible = ((other < 0)[None, :] | (bit != 0)) & is_key[None, :]
+        if WINDOWED:
+            ancestor = tl.load(depth_ptr + tl.maximum(other, 0), mask=(other >= 0) & is_key, other=0)
+            at = tl.where(other < 0, slot, length + ancestor)
+            visible = visible & ((length + depth)[:, None] - at[None, :] < window)
+        scores = tl.where(visible, scores, -float("inf"))
+        if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
+            if start % leaf == 0:
+                whole, whole_top, whole_total = _fold(whole, whole_top, whole_total, acc, top, total)
+                top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
+                total = tl.zeros((BLOCK_Q,), tl.float32)
+                acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+        acc, top, total = _add_tile(acc, top, total, scores, scale, values)
+    if FOLDED > 1:
+        acc, top, total = _fold(whole, whole_top, whole_total, acc, top, total)
+    if EARLY and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+    to = (piece * KV_HEADS + kv_head) * rows + row
+    to_part = partial_ptr + to[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
+    tl.store(to_part, acc, mask=is_row[:, None] & is_d[None, :])
+    tl.store(top_ptr + to, top, mask=is_row)
+    tl.store(total_ptr + to, total, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["nodes", "written"])

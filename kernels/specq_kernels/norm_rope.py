@@ -15,6 +15,7 @@ from specq_kernels.launch import check_tensor, has_dependent_launch, interpreted
 from specq_kernels.w4_device import sum_parts
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definitions only
+COLUMNS_A_WARP = 512  # of a norm
 
 
 def rms_norm(
@@ -71,7 +72,7 @@ def _launch(
     to, constants = side_arguments(sides, y, group)
     block = max(256, triton.next_power_of_2(k))
     early = has_dependent_launch(h)
-    options = {} if interpreted() else {"num_warps": min(16, max(4, block // 256)), "launch_pdl": early}
+    options = {} if interpreted() else {"num_warps": min(16, max(4, block // COLUMNS_A_WARP)), "launch_pdl": early}
     _rms_norm_kernel[(rows,)](
         x, residual if residual is not None else x, weight, y, h, *to, k, x.shape[-1], eps,
         HAS_RESIDUAL=residual is not None, PARTS=x.shape[0] if x.dim() == 3 else 0, **constants, BLOCK=block,

@@ -86,8 +86,10 @@ def tree_attention(
     early = has_dependent_launch(q)
     sizes = {"SHARED": shared, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "LEAF": LEAF,
              "LEAVES": leaves, "FOLDED": folded, "EARLY": early}  # fmt: skip
+    # rows on both sides of a position at which leaves double have pieces of their own
+    twice = leaves // (2 * folded) + 1 if max_len > LEAF * leaves else 0
     options = {} if interpreted() else {"num_warps": max(4, block_q // 16), "launch_pdl": early}
-    attention_kernel[(kv_heads, triton.cdiv(rows, block_q), pieces)](
+    attention_kernel[(kv_heads, triton.cdiv(rows, block_q), pieces + twice)](
         q, k, v, mask, depths if depths is not None else mask, length, partial, top_total, top_total[1],
         nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0,
         KV_HEADS=kv_heads, BLOCK_Q=block_q, WINDOWED=window is not None, STAGES=config["stages"], **sizes, **options,
