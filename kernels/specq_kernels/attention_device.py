@@ -2,7 +2,7 @@
 
 What makes a row's bits the same however the work is divided: keys are cut into leaves at fixed slots and a leaf's
 softmax starts afresh; the running maximum (log2) is rounded up to a whole number, so that every rescaling multiplies by
-an exact power of two; weights are totalled in whole units of 2 ** -22; leaves are added four one after the other, then
+an exact power of two; weights are totalled in whole units of 2 ** -22; leaves are added in pairs, two pairs each, then
 these sums one after the other, whoever adds them; and the matrix unit adds 16 keys at a time, in order, in either of
 its instructions.
 """
@@ -58,13 +58,33 @@ def _fold(whole, whole_top, whole_total, acc, top, total):
     return whole, new_top, tl.fma(total, weight, whole_total * decay)
 
 
+@triton.jit
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(acc, top, total) of no keys."""
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    return tl.zeros((ROWS, COLUMNS), tl.float32), top, tl.zeros((ROWS,), tl.float32)
+
+
+@triton.jit
+def _end_leaf(
+    pair, pair_top, pair_total, half, half_top, half_total, acc, top, total, is_half, FOLDED: tl.constexpr
+):  # fmt: skip
+    """(the pair that is being added, with a leaf that has ended; the first pair of four leaves, from `is_half` on)."""
+    pair, pair_top, pair_total = _fold(pair, pair_top, pair_total, acc, top, total)
+    if FOLDED > 2:  # noqa: SIM102 - decided when compiling, the next one when running
+        if is_half:
+            half, half_top, half_total = pair, pair_top, pair_total
+            pair, pair_top, pair_total = _nothing(acc.shape[0], acc.shape[1])
+    return pair, pair_top, pair_total, half, half_top, half_total
+
+
 @triton.jit(do_not_specialize=["nodes", "written", "window"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, depth_ptr, length_ptr, partial_ptr, top_ptr, total_ptr,
     nodes, written, max_len, scale, window,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, LEAF: tl.constexpr, LEAVES: tl.constexpr, FOLDED: tl.constexpr, WINDOWED: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised attention of BLOCK_Q rows (node, head of the kv head's group) over one piece, FOLDED leaves.
 
@@ -73,7 +93,6 @@ def attention_kernel(
     to do, to the first; where the rows' positions lie on both sides of one at which a leaf's size doubles, those of
     the rows behind it follow.
     """
-    LATE: tl.constexpr = BLOCK_Q > 16  # the merge's programs would crowd where few of these are
     if EARLY and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(length_ptr, cache_modifier=".cg")  # not of the kernel ahead
@@ -83,9 +102,9 @@ def attention_kernel(
     first = seen - nodes  # slot of the first row's node
     size = _leaf_size(first, LEAF, LEAVES)
     piece = tl.minimum(tl.cdiv(seen, size * FOLDED), LEAVES // FOLDED) - 1 - tl.program_id(2)
-    is_late = piece < 0  # of the rows behind the position at which leaves double
-    leaf = tl.where(is_late, size * 2, size)
-    piece += tl.where(is_late & (seen > LEAVES * size), tl.cdiv(seen, leaf * FOLDED), 0)
+    is_behind = piece < 0  # the position at which leaves double
+    leaf = tl.where(is_behind, size * 2, size)
+    piece += tl.where(is_behind & (seen > LEAVES * size), tl.cdiv(seen, leaf * FOLDED), 0)
     if piece < 0:
         return
     begin = piece * leaf * FOLDED
@@ -108,12 +127,11 @@ def attention_kernel(
     depth = tl.zeros((BLOCK_Q,), tl.int32)
     if WINDOWED:
         depth = tl.load(depth_ptr + node, mask=is_query, other=0)
-    is_row = is_query & ((first + node >= LEAVES * size) == is_late)
-    top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_Q,), tl.float32)
-    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    is_row = is_query & ((first + node >= LEAVES * size) == is_behind)
+    acc, top, total = _nothing(BLOCK_Q, BLOCK_D)
     if FOLDED > 1:
-        whole, whole_top, whole_total = acc, top, total
+        pair, pair_top, pair_total = acc, top, total
+        half, half_top, half_total = acc, top, total
     # tiles wholly inside the committed prefix need no mask, those before every row's window are skipped
     plain_end = tl.minimum(length // LEAF * LEAF, end)
     start_at = begin
@@ -131,10 +149,11 @@ def attention_kernel(
         scores = tl.dot(q, keys.T, input_precision="ieee")
         if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
             if start % leaf == 0:
-                whole, whole_top, whole_total = _fold(whole, whole_top, whole_total, acc, top, total)
-                top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-                total = tl.zeros((BLOCK_Q,), tl.float32)
-                acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+                pair, pair_top, pair_total, half, half_top, half_total = _end_leaf(
+                    pair, pair_top, pair_total, half, half_top, half_total, acc, top, total,
+                    start == begin + 2 * leaf, FOLDED,
+                )  # fmt: skip
+                acc, top, total = _nothing(BLOCK_Q, BLOCK_D)
         acc, top, total = _add_tile(acc, top, total, scores, scale, values)
     for start in tl.range(tl.maximum(start_at, plain_end), end, LEAF, num_stages=1):
         slot = start + tl.arange(0, LEAF)
@@ -154,13 +173,16 @@ def attention_kernel(
         scores = tl.where(visible, scores, -float("inf"))
         if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
             if start % leaf == 0:
-                whole, whole_top, whole_total = _fold(whole, whole_top, whole_total, acc, top, total)
-                top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
-                total = tl.zeros((BLOCK_Q,), tl.float32)
-                acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+                pair, pair_top, pair_total, half, half_top, half_total = _end_leaf(
+                    pair, pair_top, pair_total, half, half_top, half_total, acc, top, total,
+                    start == begin + 2 * leaf, FOLDED,
+                )  # fmt: skip
+                acc, top, total = _nothing(BLOCK_Q, BLOCK_D)
         acc, top, total = _add_tile(acc, top, total, scores, scale, values)
     if FOLDED > 1:
-        acc, top, total = _fold(whole, whole_top, whole_total, acc, top, total)
+        acc, top, total = _fold(pair, pair_top, pair_total, acc, top, total)
+    if FOLDED > 2:
+        acc, top, total = _fold(half, half_top, half_total, acc, top, total)
     if EARLY and LATE:
         tl.extra.cuda.gdc_launch_dependents()
     to = (piece * KV_HEADS + kv_head) * rows + row
@@ -170,12 +192,34 @@ def attention_kernel(
     tl.store(total_ptr + to, total, mask=is_row)
 
 
+@triton.jit
+def _sum_pieces(
+    partial_ptr, top_ptr, total_ptr, first, row, best, is_row, pieces, stride, offs_d, is_d,
+    HEAD_DIM: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """(acc, total) of COUNT pieces from `first` on (one for COUNT 0), in powers of two below the maxima `best`."""
+    acc = tl.zeros((row.shape[0], offs_d.shape[0]), tl.float32)
+    total = tl.zeros((row.shape[0],), tl.float32)
+    for j in tl.static_range(max(1, COUNT)):
+        is_here = is_row & (first + j < pieces)
+        at = (first + j) * stride + row
+        weight = _power(tl.load(top_ptr + at, mask=is_here, other=-float("inf")) - best)
+        values = tl.load(
+            partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :],
+            mask=is_here[:, None] & is_d[None, :], other=0.0,
+        )  # fmt: skip
+        acc = tl.fma(values, weight[:, None], acc)
+        total = tl.fma(tl.load(total_ptr + at, mask=is_here, other=0.0), weight, total)
+    return acc, total
+
+
 @triton.jit(do_not_specialize=["nodes", "written"])
 def attention_merge_kernel(
     partial_ptr, top_ptr, total_ptr, length_ptr, out_ptr, sums_ptr, lanes_ptr, nodes, written,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     LEAF: tl.constexpr, LEAVES: tl.constexpr, FOLD: tl.constexpr, FOLDED: tl.constexpr, BLOCK_P: tl.constexpr,
-    BATCH: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+    BATCH: tl.constexpr, GROUP: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr, LATE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Pieces of FOLDED leaves added up FOLD leaves at a time, for BLOCK_R rows (node, head) a program.
 
@@ -183,7 +227,7 @@ def attention_merge_kernel(
     0: a warp adds them a row at a time, so that their bits do not depend on BLOCK_R. The output in lane order of LANES
     rows where LANES is not 0.
     """
-    if EARLY:
+    if EARLY and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(length_ptr, cache_modifier=".cg")  # not of the kernel ahead
     flat = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -201,6 +245,8 @@ def attention_merge_kernel(
     offs_p = tl.arange(0, BLOCK_P)
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     is_piece = is_row[:, None] & (offs_p[None, :] < pieces[:, None])
     tops = tl.load(top_ptr + offs_p[None, :] * stride + row[:, None], mask=is_piece, other=-float("inf"))
     best = tl.where(is_row, tl.max(tops, 1), 0.0)
@@ -209,19 +255,14 @@ def attention_merge_kernel(
     EACH: tl.constexpr = FOLD // FOLDED
     for begin in tl.range(0, most, BATCH * EACH, num_stages=1):
         for i in tl.static_range(BATCH):
-            part = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-            part_total = tl.zeros((BLOCK_R,), tl.float32)
-            for j in tl.static_range(EACH):
-                piece = begin + i * EACH + j
-                is_here = is_row & (piece < pieces)
-                at = piece * stride + row
-                weight = _power(tl.load(top_ptr + at, mask=is_here, other=-float("inf")) - best)
-                values = tl.load(
-                    partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :],
-                    mask=is_here[:, None] & is_d[None, :], other=0.0,
-                )  # fmt: skip
-                part = tl.fma(values, weight[:, None], part)
-                part_total = tl.fma(tl.load(total_ptr + at, mask=is_here, other=0.0), weight, part_total)
+            at = begin + i * EACH
+            part, part_total = _sum_pieces(partial_ptr, top_ptr, total_ptr, at, row, best, is_row, pieces, stride,
+                                           offs_d, is_d, HEAD_DIM, EACH // 2)  # fmt: skip
+            if EACH > 1:
+                more, more_total = _sum_pieces(partial_ptr, top_ptr, total_ptr, at + EACH // 2, row, best, is_row,
+                                               pieces, stride, offs_d, is_d, HEAD_DIM, EACH // 2)  # fmt: skip
+                part += more
+                part_total += more_total
             acc += part
             total += part_total
     y = (acc / tl.where(is_row, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)

@@ -21,7 +21,7 @@ from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, i
 
 LEAF = 64  # keys
 LEAVES = 48  # of a row at most
-FOLD = 4  # leaves added up before their sums are
+FOLD = 4  # leaves added up, in two pairs, before their sums are
 LOG2E = 1.4426950408889634
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definition only
 
@@ -92,13 +92,14 @@ def tree_attention(
     attention_kernel[(kv_heads, triton.cdiv(rows, block_q), pieces + twice)](
         q, k, v, mask, depths if depths is not None else mask, length, partial, top_total, top_total[1],
         nodes, earlier + nodes, max_len, LOG2E / math.sqrt(head_dim), window or 0,
-        KV_HEADS=kv_heads, BLOCK_Q=block_q, WINDOWED=window is not None, STAGES=config["stages"], **sizes, **options,
+        KV_HEADS=kv_heads, BLOCK_Q=block_q, WINDOWED=window is not None, STAGES=config["stages"],
+        LATE=bool(config["late"]), **sizes, **options,
     )  # fmt: skip
     options = {} if interpreted() else {"num_warps": 1, "launch_pdl": early}
     attention_merge_kernel[(triton.cdiv(nodes * heads, merged),)](
         partial, top_total, top_total[1], length, out, *to[:2], nodes, earlier + nodes,
         HEADS=heads, BLOCK_R=merged, FOLD=FOLD, BLOCK_P=triton.next_power_of_2(leaves // folded),
-        BATCH=config["batch"], **constants, **sizes, **options,
+        BATCH=config["batch"], LATE=bool(config["merge_late"]), **constants, **sizes, **options,
     )  # fmt: skip
     return out
 
@@ -145,14 +146,20 @@ def pack_mask(ancestors: Tensor) -> Tensor:
 def attention_config(rows: int, all_rows: int, summed: int) -> Config:
     """Sizes for so many rows (node, head) a kv head and in all, `summed` of which share a group of sums.
 
-    `folded` leaves are added up by one program; one of the merge, a single warp, has `merged` rows and loads `batch`
-    sums of FOLD leaves at once. None but `leaves` enters a row's bits.
+    `folded` leaves (1, 2 or FOLD) are added up by one program; one of the merge, a single warp, has `merged` rows and
+    loads `batch` sums of FOLD leaves at once. `late` and `merge_late`: the next kernel may begin when a program's sums
+    are done, or the merge's when attention is, not at their start. None but `leaves` enters a row's bits.
     """
     merged = max(summed, 1 if all_rows <= 1024 else 2 if all_rows <= 2048 else 4)
-    few = {"leaves": LEAVES, "folded": 1, "block_q": 64, "stages": 3, "merged": merged, "batch": 6}
+    sizes = {"leaves": LEAVES, "folded": 1, "block_q": 64, "stages": 3, "late": 1,
+             "merged": merged, "batch": 6, "merge_late": 0}  # fmt: skip
     if rows <= 16:
-        return {**few, "block_q": 16, "stages": 2, "batch": 4}
-    return few if rows <= 128 else {**few, "folded": FOLD}
+        return {**sizes, "block_q": 16, "stages": 2, "late": 0, "batch": 4}
+    if rows <= 64:
+        return {**sizes, "merge_late": int(all_rows >= 512)}
+    if rows <= 128:
+        return {**sizes, "folded": 2, "batch": 5}
+    return {**sizes, "folded": FOLD, "late": 0, "batch": 5}
 
 
 def sides_group(sides: Sides | None, q: Tensor) -> int | None:
