@@ -197,10 +197,10 @@ def _sum_pieces(
     partial_ptr, top_ptr, total_ptr, first, row, best, is_row, pieces, stride, offs_d, is_d,
     HEAD_DIM: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """(acc, total) of COUNT pieces from `first` on (one for COUNT 0), in powers of two below the maxima `best`."""
+    """(acc, total) of COUNT pieces from `first` on, rescaled from their maxima to `best`."""
     acc = tl.zeros((row.shape[0], offs_d.shape[0]), tl.float32)
     total = tl.zeros((row.shape[0],), tl.float32)
-    for j in tl.static_range(max(1, COUNT)):
+    for j in tl.static_range(COUNT):
         is_here = is_row & (first + j < pieces)
         at = (first + j) * stride + row
         weight = _power(tl.load(top_ptr + at, mask=is_here, other=-float("inf")) - best)
@@ -253,14 +253,15 @@ def attention_merge_kernel(
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     EACH: tl.constexpr = FOLD // FOLDED
+    HALF: tl.constexpr = (EACH + 1) // 2
     for begin in tl.range(0, most, BATCH * EACH, num_stages=1):
         for i in tl.static_range(BATCH):
             at = begin + i * EACH
             part, part_total = _sum_pieces(partial_ptr, top_ptr, total_ptr, at, row, best, is_row, pieces, stride,
-                                           offs_d, is_d, HEAD_DIM, EACH // 2)  # fmt: skip
+                                           offs_d, is_d, HEAD_DIM, HALF)  # fmt: skip
             if EACH > 1:
-                more, more_total = _sum_pieces(partial_ptr, top_ptr, total_ptr, at + EACH // 2, row, best, is_row,
-                                               pieces, stride, offs_d, is_d, HEAD_DIM, EACH // 2)  # fmt: skip
+                more, more_total = _sum_pieces(partial_ptr, top_ptr, total_ptr, at + HALF, row, best, is_row, pieces,
+                                               stride, offs_d, is_d, HEAD_DIM, HALF)  # fmt: skip
                 part += more
                 part_total += more_total
             acc += part
