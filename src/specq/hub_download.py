@@ -11,6 +11,7 @@ import glob
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,6 +100,43 @@ def fetch_description(repo_id: str, revision: str | None) -> Path:
         raise _explain(error, repo_id, revision) from error
 
 
+def dataset_files(repo_id: str) -> list[str]:
+    """The names of a Hub dataset's files. Raises: AccessError, OfflineError, UsageError."""
+    try:
+        return sorted(file.rfilename for file in huggingface_hub.HfApi().dataset_info(repo_id).siblings or ())
+    except (errors.HFValidationError, transport_error(), OSError) as error:
+        raise _explain(error, repo_id, None, kind="dataset") from None
+
+
+def dataset_file(repo_id: str, name: str, *, offline: bool) -> Path:
+    """A file of a Hub dataset in the Hub's cache, fetched if need be and allowed.
+
+    A Hub that cannot be reached is no error when the cache holds the file.
+    Raises: AccessError, OfflineError, UsageError for a dataset that has no such file, DiskFullError.
+    """
+    try:
+        if not offline and name not in dataset_files(repo_id):  # one request, so that a dead network is known at once
+            raise UsageError(
+                f"dataset `{repo_id}` has no file `{name}`", hint=f"look at {constants.ENDPOINT}/datasets/{repo_id}"
+            )
+        with _quiet():
+            return Path(huggingface_hub.hf_hub_download(repo_id, name, repo_type="dataset", local_files_only=offline))
+    except errors.LocalEntryNotFoundError as error:
+        if not offline:
+            raise _explain(error, repo_id, None, kind="dataset") from None
+        raise OfflineError(
+            f"`{name}` of dataset `{repo_id}` is not in the cache, and specq is offline", hint="run once with network"
+        ) from None
+    except OfflineError as problem:
+        found = huggingface_hub.try_to_load_from_cache(repo_id, name, repo_type="dataset")
+        if not isinstance(found, str):
+            raise
+        logger.warning(f"{problem.message}: the cached file is used")
+        return Path(found)
+    except (errors.HFValidationError, transport_error(), OSError) as error:
+        raise _explain(error, repo_id, None, kind="dataset") from None
+
+
 def _fetch(repo_id: str, revision: str | None, info: Any, progress: Progress | None) -> Path:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings}
     wanted = wanted_files(list(sizes))
@@ -135,7 +173,7 @@ def _check_contents(repo_id: str, names: Sequence[str], wanted: Sequence[str]) -
     raise UsageError(f"`{repo_id}` is no causal language model: it has no {lacks}, but {shown or 'nothing'}")
 
 
-def _explain(error: Exception, repo_id: str, revision: str | None) -> SpecqError:
+def _explain(error: Exception, repo_id: str, revision: str | None, *, kind: str = "model") -> SpecqError:
     """The SpecqError that says what a failure of the Hub's client means and what to do."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return DiskFullError(
@@ -147,33 +185,41 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> SpecqError
             f"the Hub cache `{constants.HF_HUB_CACHE}` cannot be written: {error.strerror}",
             hint="set HF_HOME to a folder of yours",
         )
-    url = f"{constants.ENDPOINT}/{repo_id}"
+    name, url = f"`{repo_id}`", f"{constants.ENDPOINT}/{repo_id}"
+    if kind == "dataset":
+        name, url = f"dataset {name}", f"{constants.ENDPOINT}/datasets/{repo_id}"
     status = getattr(getattr(error, "response", None), "status_code", None)
     has_token = bool(huggingface_hub.get_token())
     if isinstance(error, errors.HFValidationError):
-        return UsageError(f"`{repo_id}` is not a Hub id: {error}")
+        return UsageError(f"{name} is not a Hub id: {error}")
     if isinstance(error, errors.GatedRepoError):
         then = "your token has no access to it yet" if has_token else "then sign in: hf auth login"
-        return AccessError(f"`{repo_id}` is gated", hint=f"ask for access at {url}, {then}")
+        return AccessError(f"{name} is gated", hint=f"ask for access at {url}, {then}")
     if isinstance(error, errors.RevisionNotFoundError):
-        return UsageError(f"`{repo_id}` has no revision `{revision}`", hint=f"look at {url}/commits/main")
+        return UsageError(f"{name} has no revision `{revision}`", hint=f"look at {url}/commits/main")
     if "Invalid credentials" in str(error) or "Invalid username or password" in str(error):
         return AccessError(
             "the Hub does not take your token: it is wrong or expired",
             hint="hf auth login, or unset HF_TOKEN for public models",
         )
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
-        close = _cached_names_like(repo_id)
+        close = _cached_names_like(repo_id) if kind == "model" else None
         missing = "does not exist, or is private and your token does not open it"
         return AccessError(
-            f"`{repo_id}` {missing if has_token else 'does not exist, or is private'}",
-            hint=f"did you mean {close}?" if close else f"look at {url}; for a private model: hf auth login",
+            f"{name} {missing if has_token else 'does not exist, or is private'}",
+            hint=f"did you mean {close}?" if close else f"look at {url}; for a private one: hf auth login",
         )
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return OfflineError(
-        f"`{repo_id}` could not be fetched from {constants.ENDPOINT}: {first}",
+        f"{name} could not be fetched from {constants.ENDPOINT}: {_reason(error)}",
         hint="check the network and run the same command again: finished files are kept",
     )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what stopped a transfer, without the client's wrapping of it."""
+    wrapped = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+    first = next(iter(str(wrapped).strip().splitlines()), type(wrapped).__name__)
+    return re.sub(r"^Got: \w+: ", "", first)
 
 
 def _cached_names_like(repo_id: str) -> str | None:
@@ -202,13 +248,15 @@ def transport_error() -> type[Exception]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the client's own progress bars."""
-    silent = hub_utils.are_progress_bars_disabled()
+    """Without the client's own progress bars and lines about new attempts."""
+    silent, level = hub_utils.are_progress_bars_disabled(), hub_utils.logging.get_verbosity()
+    hub_utils.logging.set_verbosity_error()
     if not silent:
         hub_utils.disable_progress_bars()
     try:
         yield
     finally:
+        hub_utils.logging.set_verbosity(level)
         if not silent:
             hub_utils.enable_progress_bars()
 

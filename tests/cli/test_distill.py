@@ -341,6 +341,10 @@ def test_a_folder_that_holds_something_is_not_replaced_unasked(call, target, tmp
     done = call(*arguments)
     assert (done.code, (tmp_path / "kept").read_text()) == (2, "mine")
     assert "is not empty" in done.err
+    done = call(*arguments, "--overwrite")
+    assert (done.code, (tmp_path / "kept").read_text()) == (2, "mine")
+    assert "holds no model for --overwrite to replace, but kept" in done.err
+    (tmp_path / "config.json").write_text("{}")
     assert call(*arguments, "--overwrite").code == 0
     assert not (tmp_path / "kept").exists()
     done = call("distill", target, "--kind", "eagle", "-o", target, "--steps", "1", *SMALL, "--overwrite")

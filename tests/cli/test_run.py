@@ -147,6 +147,13 @@ def test_the_record_names_the_models_in_memory_and_no_other(call, model, tmp_pat
         assert set(record["environment"]["models"]) == names
 
 
+def test_models_in_folders_of_one_name_are_both_in_the_record(call, model, tmp_path) -> None:
+    other = write_model(tmp_path / "tiny", tiny_config(num_hidden_layers=1))
+    options = ("--intermediate", other, "--pipeline", "sequence", "--max-new-tokens", "4", "--json")
+    record = json.loads(call("run", model, "hello", *options).out)
+    assert set(record["environment"]["models"]) == {str(model), str(other)}
+
+
 @pytest.mark.parametrize(
     ("flag", "pipeline", "named"),
     [

@@ -34,6 +34,15 @@ def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_what_is_no_model_is_not_overwritten(tmp_path: Path) -> None:
+    check_output(tmp_path, overwrite=True)
+    (tmp_path / "thesis.txt").write_text("hello")
+    with pytest.raises(UsageError, match=r"holds no model for --overwrite to replace, but thesis\.txt"):
+        check_output(tmp_path, overwrite=True)
+    (tmp_path / "config.json").write_text("{}")
+    check_output(tmp_path, overwrite=True)
+
+
 def test_a_cache_that_cannot_be_made_is_one_message() -> None:
     with pytest.raises(UsageError, match="`/proc` cannot be written") as caught:
         build_folder(Path("/proc/cache/demo"), lambda folder: None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specq.errors import OfflineError, SpecqError, UsageError
+from specq.errors import UsageError
 from specq.storage import is_offline
 
 BUNDLED = "bundled"
@@ -194,7 +194,7 @@ def _gsm8k(row: Mapping[str, Any], number: int) -> Prompt:
 
 def _hub_file(name: str, offline: bool | None) -> Path:
     """A file of a Hub dataset in the Hub's cache."""
-    import huggingface_hub as hub
+    from specq.hub_download import dataset_file
 
     parts = name.split("/", 2)
     if len(parts) < 3 or not all(parts):
@@ -202,10 +202,4 @@ def _hub_file(name: str, offline: bool | None) -> Path:
             f"`{HUB_PREFIX}{name}` names no file of a dataset",
             hint=f"for example {HUB_PREFIX}openai/gsm8k/main/test-00000-of-00001.parquet",
         )
-    repo, file = "/".join(parts[:2]), parts[2]
-    try:
-        return Path(hub.hf_hub_download(repo, file, repo_type="dataset", local_files_only=is_offline(offline)))
-    except hub.errors.LocalEntryNotFoundError:
-        raise OfflineError(f"`{file}` of dataset `{repo}` is not in the cache", hint="run once with network") from None
-    except (hub.errors.HfHubHTTPError, OSError) as error:
-        raise SpecqError(f"dataset `{repo}` cannot be fetched: {' '.join(str(error).split())}") from None
+    return dataset_file("/".join(parts[:2]), parts[2], offline=is_offline(offline))

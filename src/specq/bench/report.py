@@ -14,7 +14,7 @@ from typing import Any
 from specq.bench.run import Sample
 from specq.bench.statistics import Ratios, geometric_mean, summarize_ratios
 from specq.spec.lossless import Verdict
-from specq.spec.session import Generation
+from specq.spec.session import Generation, pooled_accept_length
 
 Rate = Callable[[Generation], float | None]
 
@@ -126,7 +126,6 @@ def figures(own: Sequence[Sample], base: Sequence[Sample]) -> Figures:
     runs = [sample.generation for sample in own]
     tokens = sum(run.tokens_out for run in runs)
     later = sum(run.tokens_out - 1 for run in runs)
-    rounds = sum(run.rounds for run in runs)
     inner = [run.accept_len_inner for run in runs if run.accept_len_inner is not None]
     waits = [run.ttft_s for run in runs if run.ttft_s is not None]
     return Figures(
@@ -135,7 +134,7 @@ def figures(own: Sequence[Sample], base: Sequence[Sample]) -> Figures:
         e2e_tps=_pooled((run.tokens_out, run.e2e_tps) for run in runs),
         decode_tps=_pooled((run.tokens_out - 1, run.decode_tps) for run in runs),
         ttft_s=median(waits) if waits else None,
-        accept_len=later / rounds if rounds else None,
+        accept_len=pooled_accept_length(runs),
         accept_len_inner=sum(inner) / len(inner) if inner else None,
         draft_ms=sum(run.draft_ms for run in runs) / max(later, 1),
         intermediate_ms=sum(run.intermediate_ms for run in runs) / max(later, 1),

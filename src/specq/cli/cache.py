@@ -19,7 +19,8 @@ app = typer.Typer(cls=ListingGroup, rich_markup_mode=None, add_completion=False)
 
 @app.callback()
 def cache() -> None:
-    """List or remove what specq keeps on disk: the demo model, converted tokenizers, the history of chats.
+    """List or remove what specq keeps on disk: the demo model, profiles, tuned kernels, converted tokenizers,
+    answers written for training, the history of chats.
 
     The folder is SPECQ_CACHE, or the platform's own place for caches. Hub models lie in the Hub's cache, not
     here. Without a verb the entries are listed.

@@ -148,7 +148,7 @@ class SamplingOptions:
             "--max-new-tokens",
             metavar="N",
             min=1,
-            help="Longest answer; default 512, in chat the model's own, else 2048.",
+            help="Longest answer; default 512, in chat the model's own or 2048.",
         ),
     ] = None
     temperature: Annotated[
@@ -157,16 +157,25 @@ class SamplingOptions:
             "--temperature",
             metavar="T",
             min=0.0,
-            help="0 takes the likeliest token; default the model's own.",
+            help="0 takes the likeliest token; default the model's own, in bench and verify 0.",
         ),
     ] = None
     top_p: Annotated[
         float | None,
-        flag("--top-p", metavar="P", help="Sample from the likeliest tokens of this total probability."),
+        flag(
+            "--top-p",
+            metavar="P",
+            help="Sample from the likeliest tokens of this total probability; default as temperature's.",
+        ),
     ] = None
     top_k: Annotated[
         int | None,
-        flag("--top-k", metavar="K", min=0, help="Sample from the K likeliest tokens; 0 from all."),
+        flag(
+            "--top-k",
+            metavar="K",
+            min=0,
+            help="Sample from the K likeliest tokens, 0 from all; default as temperature's.",
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None,

@@ -206,7 +206,7 @@ def quantize(
     limit, found = recipe.quantize.max_kl if recipe.quantize else None, report.scores["quantized"].kl
     if limit is not None and found > limit:
         raise GateError(
-            f"the mean KL divergence from the source is {found:.4f}, above `--max-kl {limit:g}`",
+            f"the mean KL divergence from the source is {found:.3g}, above `--max-kl {limit:g}`",
             hint=f"the model is written to {out}; smaller groups (--group-size 32) or more text (--samples) lose less",
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specq.errors import AccessError, OfflineError, SpecqError, UsageError
+from specq.errors import OfflineError, UsageError
 from specq.storage import is_offline
 from specq.tokenizer import Tokenizer
 
@@ -125,41 +125,24 @@ def _document(line: str, where: str, tokenizer: Tokenizer) -> str:
 
 def _hub_file(name: str, offline: bool | None) -> tuple[Path, str]:
     """A text file of a Hub dataset, in the Hub's cache, and what to call it with its revision."""
-    import huggingface_hub as hub
-
-    from specq.hub_download import transport_error
+    from specq.hub_download import dataset_file, dataset_files
 
     parts = name.split("/", 2)
     if len(parts) < 2 or not all(parts):
         raise UsageError(
             f"`{HUB_PREFIX}{name}` names no dataset", hint="for example --calib hub:ORG/DATASET/file.jsonl"
         )
-    repo = "/".join(parts[:2])
-    if is_offline(offline) and len(parts) < 3:
-        raise OfflineError(
-            f"the files of dataset `{repo}` cannot be listed offline", hint="name one: hub:ORG/DATASET/file.jsonl"
-        )
-    try:
-        if len(parts) == 3:
-            file = parts[2]
-        else:
-            files = sorted(hub.HfApi().list_repo_files(repo, repo_type="dataset"))
-            texts = [file for file in files if file.endswith(HUB_SUFFIXES)]
-            if not texts:
-                raise UsageError(
-                    f"dataset `{repo}` holds no .jsonl or .txt file", hint="convert it, and give the file with --calib"
-                )
-            file = texts[0]
-        path = hub.hf_hub_download(repo, file, repo_type="dataset", local_files_only=is_offline(offline))
-    except hub.errors.LocalEntryNotFoundError:
-        raise OfflineError(f"`{file}` of dataset `{repo}` is not in the cache", hint="run once with network") from None
-    except hub.errors.HFValidationError:
-        raise UsageError(f"`{repo}` is not a Hub id", hint="for example --calib hub:ORG/DATASET/file.jsonl") from None
-    except hub.errors.RepositoryNotFoundError:  # gated ones too
-        raise AccessError(
-            f"dataset `{repo}` does not exist, or is gated or private", hint="hf auth login, if you have access to it"
-        ) from None
-    except (transport_error(), OSError) as error:
-        raise SpecqError(f"dataset `{repo}` cannot be fetched: {' '.join(str(error).split())}") from None
-    revision = Path(path).parts[Path(path).parts.index("snapshots") + 1] if "snapshots" in Path(path).parts else "?"
-    return Path(path), f"{HUB_PREFIX}{repo}/{file} at {revision}"
+    repo, file = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+    if file is None:
+        if is_offline(offline):
+            raise OfflineError(
+                f"the files of dataset `{repo}` cannot be listed offline", hint="name one: hub:ORG/DATASET/file.jsonl"
+            )
+        file = next((name for name in dataset_files(repo) if name.endswith(HUB_SUFFIXES)), None)
+        if file is None:
+            raise UsageError(
+                f"dataset `{repo}` holds no .jsonl or .txt file", hint="convert it, and give the file with --calib"
+            )
+    path = dataset_file(repo, file, offline=is_offline(offline))
+    revision = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else "?"
+    return path, f"{HUB_PREFIX}{repo}/{file} at {revision}"

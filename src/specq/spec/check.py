@@ -163,8 +163,8 @@ def _same_ids(target: Tokenizer, drafter: Tokenizer) -> CheckResult:
 def _special_tokens(target: Tokenizer, drafter: Tokenizer) -> CheckResult:
     different = sorted(target.special_ids ^ drafter.special_ids)
     if different:
-        table = target.id_table() | drafter.id_table()
-        named = ", ".join(f"`{table[index]}`" for index in different[:4])
+        ours, theirs = target.id_table(), drafter.id_table()
+        named = ", ".join(f"`{(ours if index in target.special_ids else theirs)[index]}`" for index in different[:4])
         detail = f"{len(different)} tokens are special in one of the two only, such as {named}; the target's count"
         return CheckResult("special tokens", "warn", detail)
     return CheckResult("special tokens", "pass", f"the same {len(target.special_ids)} in both")

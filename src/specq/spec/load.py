@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -96,7 +97,7 @@ def load_pipeline(
         context=limit,
         defaults=default_sampling(generation),
         answer_length=default_length(generation),
-        models={role: (each.repo_id or each.path.name, each.revision) for role, each in snapshots.items()},
+        models=named_models(snapshots),
         folders=folders,
         decision=decision,
         undecided=undecided,
@@ -104,6 +105,17 @@ def load_pipeline(
     )
     loaded.use(wanted)
     return loaded
+
+
+def named_models(snapshots: Mapping[str, Snapshot]) -> dict[str, tuple[str, str | None]]:
+    """(name, revision) of each role's model for the record; folders of one name are told apart by their paths."""
+    paths: dict[str, set[Path]] = {}
+    for each in snapshots.values():
+        paths.setdefault(each.name, set()).add(each.path)
+    return {
+        role: (each.name if len(paths[each.name]) == 1 else str(each.path), each.revision)
+        for role, each in snapshots.items()
+    }
 
 
 def model_refs(recipe: Recipe, pipeline: str) -> dict[str, ModelRef]:

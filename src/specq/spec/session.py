@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -60,6 +60,12 @@ class Generation:
     def record(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
         return asdict(self) | {"token_ids": list(self.token_ids)}
+
+
+def pooled_accept_length(answers: Iterable[Generation]) -> float | None:
+    """Tokens that the rounds of all these answers decided, a round; None without rounds."""
+    known = [(answer.accept_len, answer.rounds) for answer in answers if answer.accept_len is not None]
+    return sum(length * rounds for length, rounds in known) / sum(rounds for _, rounds in known) if known else None
 
 
 class Pipeline:

@@ -64,8 +64,12 @@ def read_prompts(source: str) -> list[str]:
     try:
         with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             lines = [line.strip() for line in file]
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise UsageError(f"`{path}` cannot be read: {error}") from error
+    except UnicodeDecodeError:
+        raise UsageError(
+            f"`{path}` is no text in UTF-8", hint="give prompts one a line, or .jsonl, also as .xz or .gz"
+        ) from None
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise UsageError(f"`{path}` cannot be read: {error}", hint="give another file with --prompts") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
     prompts = [_prompt_of(path, number, line) for number, line in numbered] if name.endswith(".jsonl") else None
     found = [line for _, line in numbered] if prompts is None else prompts

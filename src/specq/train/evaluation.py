@@ -9,7 +9,7 @@ from specq.models.causal_lm import CausalLM
 from specq.models.eagle import EagleHead
 from specq.recipe import Recipe, Sampling
 from specq.spec.pipelines import HeadSeat, Parts, Seat, tree_shape
-from specq.spec.session import Generation, Pipeline
+from specq.spec.session import Generation, Pipeline, pooled_accept_length
 from specq.spec.tree import MAX_NODES
 from specq.tokenizer import Tokenizer
 
@@ -61,8 +61,7 @@ def measure_accept_lengths(
             say(f"evaluating {pipeline.name} at temperature {temperature:g}: prompt {number + 1} of {len(prompts)}")
             sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, repetition_penalty=1.0, seed=number)
             answers.append(_answer(pipeline, ids, sampling, max_new_tokens))
-        rounds = sum(answer.rounds for answer in answers)
-        later = sum(answer.tokens_out - 1 for answer in answers)
+        rounds, pooled = sum(answer.rounds for answer in answers), pooled_accept_length(answers)
         results.append(
             {
                 "pipeline": pipeline.name,
@@ -70,7 +69,7 @@ def measure_accept_lengths(
                 "prompts": len(answers),
                 "tokens": sum(answer.tokens_out for answer in answers),
                 "rounds": rounds,
-                "accept_len": round(later / rounds, 3) if rounds else None,
+                "accept_len": None if pooled is None else round(pooled, 3),
                 "by_prompt": [None if a.accept_len is None else round(a.accept_len, 2) for a in answers],
             }
         )

@@ -32,7 +32,7 @@ def generation(tokens: int, e2e_s: float, decode_s: float, *, rounds: int = 1, *
             ttft_s=e2e_s - decode_s,
             decode_tps=(tokens - 1) / decode_s if tokens > 1 else None,
             e2e_tps=tokens / e2e_s,
-            accept_len=None,
+            accept_len=(tokens - 1) / rounds if rounds else None,
             accept_len_inner=None,
             rounds=rounds,
             draft_ms=0.0,
@@ -69,6 +69,8 @@ def test_accept_length_is_over_decode_rounds_and_times_are_for_each_later_token(
     ]
     found = figures(runs, runs)
     assert found.accept_len == pytest.approx(40 / 10)
+    read_before = sample("a", "r", generation(12, 2.0, 1.0, rounds=12, accept_len=1.0))  # its first token too
+    assert figures([*runs, read_before], runs).accept_len == pytest.approx(52 / 22)
     assert found.accept_len_inner == pytest.approx(2.5)
     assert (found.draft_ms, found.intermediate_ms) == (10 / 40, 20 / 40)
     assert (found.verify_ms, found.overhead_ms) == (40 / 40, 2 / 40)

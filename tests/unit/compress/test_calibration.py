@@ -125,6 +125,7 @@ def test_a_text_file_of_a_hub_dataset_is_fetched_at_its_revision(tmp_path: Path)
         settings = {"HF_ENDPOINT": stub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
         command = [sys.executable, "-c", HUB_SCRIPT, str(folder), name]
         done = subprocess.run(command, env={**clean, **settings}, capture_output=True, text=True, check=True)
+        assert "Retrying" not in done.stderr
         return done.stdout.strip()
 
     with serve(StubHub(repos)) as stub:
@@ -133,7 +134,9 @@ def test_a_text_file_of_a_hub_dataset_is_fetched_at_its_revision(tmp_path: Path)
         assert ask(stub, "hub:org/data/data/train.jsonl") == expected
         assert ask(stub, "hub:org/images") == "2 dataset `org/images` holds no .jsonl or .txt file"
         assert ask(stub, "hub:org/none").startswith("4 dataset `org/none` does not exist")
-        assert ask(stub, "hub:org/data/none.txt").startswith("1 dataset `org/data` cannot be fetched")
+        assert ask(stub, "hub:org/data/none.txt") == "2 dataset `org/data` has no file `none.txt`"
+    for name in ("hub:org/more", "hub:org/more/file.txt"):  # nobody listens there any more
+        assert ask(stub, name).startswith(f"5 dataset `org/more` could not be fetched from {stub.url}: ")
 
 
 def test_what_is_no_dataset_is_said_so(tokenizer: Tokenizer) -> None:
