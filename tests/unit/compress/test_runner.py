@@ -322,6 +322,9 @@ def test_a_folder_in_use_is_only_replaced_when_asked(run: Run, source: Path) -> 
     (source.parent / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="not empty"):
         run(source)
+    with pytest.raises(UsageError, match="holds no model"):
+        run(source, overwrite=True)
+    (source.parent / "out" / "config.json").write_text("{}")
     with pytest.raises(Stop):
         run(source, overwrite=True, on_progress=stop_at("writing"))
     assert (source.parent / "out" / "notes.txt").read_text() == "mine"
