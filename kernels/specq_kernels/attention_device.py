@@ -67,15 +67,21 @@ def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _end_leaf(
-    pair, pair_top, pair_total, half, half_top, half_total, acc, top, total, is_half, FOLDED: tl.constexpr
+    start, begin, leaf, acc, top, total, pair, pair_top, pair_total, half, half_top, half_total, FOLDED: tl.constexpr
 ):  # fmt: skip
-    """(the pair that is being added, with a leaf that has ended; the first pair of four leaves, from `is_half` on)."""
-    pair, pair_top, pair_total = _fold(pair, pair_top, pair_total, acc, top, total)
-    if FOLDED > 2:  # noqa: SIM102 - decided when compiling, the next one when running
-        if is_half:
-            half, half_top, half_total = pair, pair_top, pair_total
-            pair, pair_top, pair_total = _nothing(acc.shape[0], acc.shape[1])
-    return pair, pair_top, pair_total, half, half_top, half_total
+    """The sums as the tile at `start` finds them: of its leaf, of its pair so far, and of the first pair of four.
+
+    Where a leaf ends there it joins its pair, and the first pair of four waits in `half`.
+    """
+    if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
+        if start % leaf == 0:
+            pair, pair_top, pair_total = _fold(pair, pair_top, pair_total, acc, top, total)
+            acc, top, total = _nothing(acc.shape[0], acc.shape[1])
+            if FOLDED > 2:  # noqa: SIM102
+                if start == begin + 2 * leaf:
+                    half, half_top, half_total = pair, pair_top, pair_total
+                    pair, pair_top, pair_total = acc, top, total
+    return acc, top, total, pair, pair_top, pair_total, half, half_top, half_total
 
 
 @triton.jit(do_not_specialize=["nodes", "written", "window"])
@@ -129,9 +135,8 @@ def attention_kernel(
         depth = tl.load(depth_ptr + node, mask=is_query, other=0)
     is_row = is_query & ((first + node >= LEAVES * size) == is_behind)
     acc, top, total = _nothing(BLOCK_Q, BLOCK_D)
-    if FOLDED > 1:
-        pair, pair_top, pair_total = acc, top, total
-        half, half_top, half_total = acc, top, total
+    pair, pair_top, pair_total = acc, top, total
+    half, half_top, half_total = acc, top, total
     # tiles wholly inside the committed prefix need no mask, those before every row's window are skipped
     plain_end = tl.minimum(length // LEAF * LEAF, end)
     start_at = begin
@@ -147,13 +152,9 @@ def attention_kernel(
             keys = tl.load(k_ptr + offs, mask=is_d[None, :], other=0.0)
             values = tl.load(v_ptr + offs, mask=is_d[None, :], other=0.0)
         scores = tl.dot(q, keys.T, input_precision="ieee")
-        if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
-            if start % leaf == 0:
-                pair, pair_top, pair_total, half, half_top, half_total = _end_leaf(
-                    pair, pair_top, pair_total, half, half_top, half_total, acc, top, total,
-                    start == begin + 2 * leaf, FOLDED,
-                )  # fmt: skip
-                acc, top, total = _nothing(BLOCK_Q, BLOCK_D)
+        acc, top, total, pair, pair_top, pair_total, half, half_top, half_total = _end_leaf(
+            start, begin, leaf, acc, top, total, pair, pair_top, pair_total, half, half_top, half_total, FOLDED
+        )
         acc, top, total = _add_tile(acc, top, total, scores, scale, values)
     for start in tl.range(tl.maximum(start_at, plain_end), end, LEAF, num_stages=1):
         slot = start + tl.arange(0, LEAF)
@@ -171,13 +172,9 @@ def attention_kernel(
             at = tl.where(other < 0, slot, length + ancestor)
             visible = visible & ((length + depth)[:, None] - at[None, :] < window)
         scores = tl.where(visible, scores, -float("inf"))
-        if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
-            if start % leaf == 0:
-                pair, pair_top, pair_total, half, half_top, half_total = _end_leaf(
-                    pair, pair_top, pair_total, half, half_top, half_total, acc, top, total,
-                    start == begin + 2 * leaf, FOLDED,
-                )  # fmt: skip
-                acc, top, total = _nothing(BLOCK_Q, BLOCK_D)
+        acc, top, total, pair, pair_top, pair_total, half, half_top, half_total = _end_leaf(
+            start, begin, leaf, acc, top, total, pair, pair_top, pair_total, half, half_top, half_total, FOLDED
+        )
         acc, top, total = _add_tile(acc, top, total, scores, scale, values)
     if FOLDED > 1:
         acc, top, total = _fold(pair, pair_top, pair_total, acc, top, total)

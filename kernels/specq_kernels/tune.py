@@ -10,8 +10,9 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -109,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype = getattr(torch, options.dtype)
     device = device_name(0)
     path = options.output or configs.user_file(device)
-    table = dict(configs.read(path))
     for kernel in options.kernel or ("w4a16", "w16a16"):
         compile_all(kernel, dtype, options.group, options.jobs)
         for n, k in sorted({shape for name in options.shapes for shape in shapes_of(name, kernel)}):
@@ -117,11 +117,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             key = configs.shape_key(n, k)
             if kernel == "w4a16":
                 key = configs.shape_key(*padded_shape(n, k), options.group)
-            table.setdefault(kernel, {})[key] = tune
             print(kernel, key, json.dumps(tune), flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(table, indent=1) + "\n")  # after every shape: what is found outlives a break
+            save(path, kernel, {key: tune})  # after every shape: what is found outlives a break
     print(f"wrote {path}", file=sys.stderr)
+
+
+def save(path: Path, kernel: str, entries: Mapping[str, object]) -> None:
+    """Put a kernel's entries into the table at `path`, beside what else it holds."""
+    table = json.loads(path.read_text()) if path.is_file() else {}
+    table.setdefault(kernel, {}).update(entries)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(table, indent=1) + "\n")
+    temporary.replace(path)
 
 
 def shapes_of(name: str, kernel: str) -> list[tuple[int, int]]:

@@ -86,15 +86,14 @@ def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ())
             raise UsageError(f"`{output}` is or holds `{source.name}`, which is read", hint="choose another with -o")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise UsageError(f"`{output}` is not a folder", hint="choose another one with -o")
-    if output.is_dir() and any(output.iterdir()) and not overwrite:
+    names = sorted(entry.name for entry in output.iterdir()) if output.is_dir() else []
+    if names and not overwrite:
         raise UsageError(f"`{output}` is not empty", hint="--overwrite replaces it, or choose another folder with -o")
-    if output.is_dir() and not (output / "config.json").is_file():
-        names = sorted(entry.name for entry in output.iterdir())
-        if names:
-            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            raise UsageError(
-                f"`{output}` holds no model for --overwrite to replace, but {shown}", hint="choose another with -o"
-            )
+    if names and not (output / "config.json").is_file():
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        raise UsageError(
+            f"`{output}` holds no model for --overwrite to replace, but {shown}", hint="choose another with -o"
+        )
     require_writable(output.absolute().parent, hint="choose another folder with -o")
 
 

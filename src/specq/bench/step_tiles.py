@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specq.bench.files import write_text
 from specq.bench.step_times import TREES, StepBench
 from specq.models.random_weights import GROUP, SHAPES, llama_config, random_model
 from specq_kernels import configs, tune
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for nodes in options.nodes:
                 for line in choose(table, [trial for trial in found if trial.nodes == nodes], nodes, measure):
                     print(f"{name:<5}{line}", flush=True)
-                save(path, table.entries)
+                tune.save(path, KERNEL, table.entries)
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -93,7 +92,7 @@ def tuned_entries(device: str, name: str) -> dict[str, Entry]:
 
 
 def trials(key: str, entry: Entry, nodes: int) -> list[Trial]:
-    """Every tile that the entry's law allows for steps of so many nodes; none that has an entry already."""
+    """Every tile that the entry's law allows for steps of so many nodes, but the present one."""
     n = int(key.split("x")[0])
     rows = str(min(int(count) for count in entry["rows"] if int(count) >= nodes))
     tiles = []
@@ -207,14 +206,6 @@ def _compile_some(name: str, found: Sequence[Trial], context: int, device: str, 
         for trial in found:
             with table.trying(trial):
                 measure(trial.nodes)
-
-
-def save(path: Path, entries: dict[str, Entry]) -> None:
-    """The entries in the table at `path`, beside what else it holds."""
-    table = json.loads(path.read_text()) if path.is_file() else {}
-    table.setdefault(KERNEL, {}).update(entries)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from specq.bench.step_tiles import Trials, choose, main, save, trials, tuned_entries
+from specq.bench.step_tiles import Trials, choose, main, trials, tuned_entries
 from specq_kernels import configs, tune
 
 DEVICE = "NVIDIA H200"
@@ -62,7 +62,7 @@ def test_what_is_found_joins_the_rest_of_the_table(own_cache: Path) -> None:
     path = own_cache / "kernels" / "table.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"w16a16": {"1x2": {}}, "w4a16": {"8x8": {"split": 1}}}))
-    save(path, {"9x9": {"split": 2}})
+    tune.save(path, "w4a16", {"9x9": {"split": 2}})
     assert json.loads(path.read_text()) == {
         "w16a16": {"1x2": {}},
         "w4a16": {"8x8": {"split": 1}, "9x9": {"split": 2}},
