@@ -2,7 +2,7 @@
 
 What makes a row's bits the same however the work is divided: keys are cut into leaves at fixed slots and a leaf's
 softmax starts afresh; the running maximum (log2) is rounded up to a whole number, so that every rescaling multiplies by
-an exact power of two; weights are totalled in whole units of 2 ** -22; leaves are added in pairs, two pairs each, then
+an exact power of two; weights are totalled in whole units of 2 ** -22; leaves are added three one after the other, then
 these sums one after the other, whoever adds them; and the matrix unit adds 16 keys at a time, in order, in either of
 its instructions.
 """
@@ -66,22 +66,13 @@ def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _end_leaf(
-    start, begin, leaf, acc, top, total, pair, pair_top, pair_total, half, half_top, half_total, FOLDED: tl.constexpr
-):  # fmt: skip
-    """The sums as the tile at `start` finds them: of its leaf, of its pair so far, and of the first pair of four.
-
-    Where a leaf ends there it joins its pair, and the first pair of four waits in `half`.
-    """
+def _end_leaf(start, leaf, acc, top, total, whole, whole_top, whole_total, FOLDED: tl.constexpr):
+    """The sums as the tile at `start` finds them: of its leaf, and of the leaves that ended before it."""
     if FOLDED > 1:  # noqa: SIM102 - decided when compiling, the next one when running
         if start % leaf == 0:
-            pair, pair_top, pair_total = _fold(pair, pair_top, pair_total, acc, top, total)
+            whole, whole_top, whole_total = _fold(whole, whole_top, whole_total, acc, top, total)
             acc, top, total = _nothing(acc.shape[0], acc.shape[1])
-            if FOLDED > 2:  # noqa: SIM102
-                if start == begin + 2 * leaf:
-                    half, half_top, half_total = pair, pair_top, pair_total
-                    pair, pair_top, pair_total = acc, top, total
-    return acc, top, total, pair, pair_top, pair_total, half, half_top, half_total
+    return acc, top, total, whole, whole_top, whole_total
 
 
 @triton.jit(do_not_specialize=["nodes", "written", "window"])
@@ -135,8 +126,7 @@ def attention_kernel(
         depth = tl.load(depth_ptr + node, mask=is_query, other=0)
     is_row = is_query & ((first + node >= LEAVES * size) == is_behind)
     acc, top, total = _nothing(BLOCK_Q, BLOCK_D)
-    pair, pair_top, pair_total = acc, top, total
-    half, half_top, half_total = acc, top, total
+    whole, whole_top, whole_total = acc, top, total
     # tiles wholly inside the committed prefix need no mask, those before every row's window are skipped
     plain_end = tl.minimum(length // LEAF * LEAF, end)
     start_at = begin
@@ -152,8 +142,8 @@ def attention_kernel(
             keys = tl.load(k_ptr + offs, mask=is_d[None, :], other=0.0)
             values = tl.load(v_ptr + offs, mask=is_d[None, :], other=0.0)
         scores = tl.dot(q, keys.T, input_precision="ieee")
-        acc, top, total, pair, pair_top, pair_total, half, half_top, half_total = _end_leaf(
-            start, begin, leaf, acc, top, total, pair, pair_top, pair_total, half, half_top, half_total, FOLDED
+        acc, top, total, whole, whole_top, whole_total = _end_leaf(
+            start, leaf, acc, top, total, whole, whole_top, whole_total, FOLDED
         )
         acc, top, total = _add_tile(acc, top, total, scores, scale, values)
     for start in tl.range(tl.maximum(start_at, plain_end), end, LEAF, num_stages=1):
@@ -172,14 +162,12 @@ def attention_kernel(
             at = tl.where(other < 0, slot, length + ancestor)
             visible = visible & ((length + depth)[:, None] - at[None, :] < window)
         scores = tl.where(visible, scores, -float("inf"))
-        acc, top, total, pair, pair_top, pair_total, half, half_top, half_total = _end_leaf(
-            start, begin, leaf, acc, top, total, pair, pair_top, pair_total, half, half_top, half_total, FOLDED
+        acc, top, total, whole, whole_top, whole_total = _end_leaf(
+            start, leaf, acc, top, total, whole, whole_top, whole_total, FOLDED
         )
         acc, top, total = _add_tile(acc, top, total, scores, scale, values)
     if FOLDED > 1:
-        acc, top, total = _fold(pair, pair_top, pair_total, acc, top, total)
-    if FOLDED > 2:
-        acc, top, total = _fold(half, half_top, half_total, acc, top, total)
+        acc, top, total = _fold(whole, whole_top, whole_total, acc, top, total)
     if EARLY and LATE:
         tl.extra.cuda.gdc_launch_dependents()
     to = (piece * KV_HEADS + kv_head) * rows + row
@@ -187,27 +175,6 @@ def attention_kernel(
     tl.store(to_part, acc, mask=is_row[:, None] & is_d[None, :])
     tl.store(top_ptr + to, top, mask=is_row)
     tl.store(total_ptr + to, total, mask=is_row)
-
-
-@triton.jit
-def _sum_pieces(
-    partial_ptr, top_ptr, total_ptr, first, row, best, is_row, pieces, stride, offs_d, is_d,
-    HEAD_DIM: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """(acc, total) of COUNT pieces from `first` on, rescaled from their maxima to `best`."""
-    acc = tl.zeros((row.shape[0], offs_d.shape[0]), tl.float32)
-    total = tl.zeros((row.shape[0],), tl.float32)
-    for j in tl.static_range(COUNT):
-        is_here = is_row & (first + j < pieces)
-        at = (first + j) * stride + row
-        weight = _power(tl.load(top_ptr + at, mask=is_here, other=-float("inf")) - best)
-        values = tl.load(
-            partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :],
-            mask=is_here[:, None] & is_d[None, :], other=0.0,
-        )  # fmt: skip
-        acc = tl.fma(values, weight[:, None], acc)
-        total = tl.fma(tl.load(total_ptr + at, mask=is_here, other=0.0), weight, total)
-    return acc, total
 
 
 @triton.jit(do_not_specialize=["nodes", "written"])
@@ -250,17 +217,21 @@ def attention_merge_kernel(
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     EACH: tl.constexpr = FOLD // FOLDED
-    HALF: tl.constexpr = (EACH + 1) // 2
     for begin in tl.range(0, most, BATCH * EACH, num_stages=1):
         for i in tl.static_range(BATCH):
-            at = begin + i * EACH
-            part, part_total = _sum_pieces(partial_ptr, top_ptr, total_ptr, at, row, best, is_row, pieces, stride,
-                                           offs_d, is_d, HEAD_DIM, HALF)  # fmt: skip
-            if EACH > 1:
-                more, more_total = _sum_pieces(partial_ptr, top_ptr, total_ptr, at + HALF, row, best, is_row, pieces,
-                                               stride, offs_d, is_d, HEAD_DIM, HALF)  # fmt: skip
-                part += more
-                part_total += more_total
+            part = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+            part_total = tl.zeros((BLOCK_R,), tl.float32)
+            for j in tl.static_range(EACH):
+                piece = begin + i * EACH + j
+                is_here = is_row & (piece < pieces)
+                at = piece * stride + row
+                weight = _power(tl.load(top_ptr + at, mask=is_here, other=-float("inf")) - best)
+                values = tl.load(
+                    partial_ptr + at[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :],
+                    mask=is_here[:, None] & is_d[None, :], other=0.0,
+                )  # fmt: skip
+                part = tl.fma(values, weight[:, None], part)
+                part_total = tl.fma(tl.load(total_ptr + at, mask=is_here, other=0.0), weight, part_total)
             acc += part
             total += part_total
     y = (acc / tl.where(is_row, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)

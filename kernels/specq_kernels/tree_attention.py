@@ -20,8 +20,8 @@ from specq_kernels.lane_order import lanes_ref, lanes_rows
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, row_bucket, runs_kernel
 
 LEAF = 64  # keys
-LEAVES = 48  # of a row at most
-FOLD = 4  # leaves added up, in two pairs, before their sums are
+FOLD = 3  # leaves added up before their sums are
+LEAVES = 16 * FOLD  # of a row at most
 LOG2E = 1.4426950408889634
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definition only
 
@@ -76,8 +76,9 @@ def tree_attention(
         return out
     shared = heads // kv_heads
     rows = nodes * shared
-    config = {**attention_config(rows, nodes * heads, max(1, (group or 0) // head_dim)), **(config or {})}
-    leaves, folded, block_q, merged = (config[key] for key in ("leaves", "folded", "block_q", "merged"))
+    config = {**attention_config(rows, nodes * heads), **(config or {})}
+    leaves, folded, block_q = (config[key] for key in ("leaves", "folded", "block_q"))
+    merged = config.get("merged", max(1, (group or 0) // head_dim))  # rows a program of the merge, a group of sums
     pieces = min(leaves // folded, triton.cdiv(max_len, LEAF * folded))
     partial = q.new_empty(pieces, kv_heads, rows, head_dim, dtype=torch.float32)
     top_total = q.new_empty(2, pieces, kv_heads, rows, dtype=torch.float32)
@@ -143,23 +144,19 @@ def pack_mask(ancestors: Tensor) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def attention_config(rows: int, all_rows: int, summed: int) -> Config:
-    """Sizes for so many rows (node, head) a kv head and in all, `summed` of which share a group of sums.
+def attention_config(rows: int, all_rows: int) -> Config:
+    """Sizes for so many rows (node, head) a kv head and in all.
 
-    `folded` leaves (1, 2 or FOLD) are added up by one program; one of the merge, a single warp, has `merged` rows and
-    loads `batch` sums of FOLD leaves at once. `late` and `merge_late`: the next kernel may begin when a program's sums
-    are done, or the merge's when attention is, not at their start. None but `leaves` enters a row's bits.
+    `folded` leaves (1 or FOLD) are added up by one program; the merge loads `batch` sums of FOLD leaves at once.
+    `late` and `merge_late`: the next kernel may begin when a program's sums are done, or the merge's when attention is,
+    not at their start. None but `leaves` enters a row's bits.
     """
-    merged = max(summed, 1 if all_rows <= 1024 else 2 if all_rows <= 2048 else 4)
-    sizes = {"leaves": LEAVES, "folded": 1, "block_q": 64, "stages": 3, "late": 1,
-             "merged": merged, "batch": 6, "merge_late": 0}  # fmt: skip
+    sizes = {"leaves": LEAVES, "folded": 1, "block_q": 64, "stages": 3, "late": 1, "batch": 6, "merge_late": 0}
     if rows <= 16:
-        return {**sizes, "block_q": 16, "stages": 2, "late": 0, "batch": 4}
+        return {**sizes, "block_q": 16, "stages": 2, "late": 0}
     if rows <= 64:
         return {**sizes, "merge_late": int(all_rows >= 512)}
-    if rows <= 128:
-        return {**sizes, "folded": 2, "batch": 5}
-    return {**sizes, "folded": FOLD, "late": 0, "batch": 5}
+    return {**sizes, "folded": FOLD, "late": int(rows <= 128)}
 
 
 def sides_group(sides: Sides | None, q: Tensor) -> int | None:

@@ -66,13 +66,13 @@ for rows, tile in DEFAULT_TILES["w16a16"].items():
     constants = dict(BLOCK_N=64, BLOCK_M=rows, BLOCK_K=64, SPLIT=2, STAGES=tile["stages"], HAS_BIAS=False,
                      HAS_RESIDUAL=False, ARGMAX=rows == 16, EVEN_N=True, EVEN_K=True, EARLY=EARLY)
     build(f"default w16a16 {rows}", w16a16._w16a16_kernel, constants, out_ptr="*fp32", w_ptr="*bf16")
-for head_dim, window, block_q, folded in ((128, False, 64, 4), (64, False, 64, 2), (80, True, 16, 1)):
+for head_dim, window, block_q, folded in ((128, False, 64, 3), (64, False, 64, 3), (80, True, 16, 1)):
     sizes = dict(SHARED=4, HEAD_DIM=head_dim, BLOCK_D=max(head_dim, 64) + 48 * window, LEAF=64, LEAVES=48,
-                 FOLDED=folded, LATE=folded == 2, EARLY=EARLY)
+                 FOLDED=folded, LATE=head_dim == 64, EARLY=EARLY)
     constants = dict(sizes, KV_HEADS=2, BLOCK_Q=block_q, WINDOWED=window, STAGES=3)
     build(f"attention {head_dim}", attention_device.attention_kernel, constants)
     build(f"merge {head_dim}", attention_device.attention_merge_kernel,
-          dict(sizes, HEADS=8, BLOCK_R=4, FOLD=4, BLOCK_P=16, BATCH=4, GROUP=0 if window else 128, STRIDE=16,
+          dict(sizes, HEADS=8, BLOCK_R=4, FOLD=3, BLOCK_P=16, BATCH=6, GROUP=0 if window else 128, STRIDE=16,
                LANES=0 if window else 8))
 for parts in (0, 4):
     build(f"norm {parts}", norm_rope._rms_norm_kernel, x_ptr="*fp32" if parts else "*bf16", warps=8, constants=

@@ -76,21 +76,21 @@ def test_odd_shapes_equal_the_definition(nodes: int, heads: int, kv_heads: int, 
     torch.testing.assert_close(out, tree_attention_ref(q, k, v, mask, at), rtol=5e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("leaves", [4, LEAVES])  # with 4, leaves double at position 256, among the rows
+@pytest.mark.parametrize("leaves", [6, LEAVES])  # with 6, leaves double at position 384, among the rows
 def test_a_chain_row_does_not_depend_on_how_many_rows_run(leaves: int) -> None:
     mask, _ = tree_tensors(random_tree(20, 0, is_chain=True))
-    q, k, v, length = random_case(20, 4, 2, 64, 250, torch.float16)
+    q, k, v, length = random_case(20, 4, 2, 64, 378, torch.float16)
     whole = tree_attention(q, k, v, mask, length, config={"leaves": leaves})
     torch.testing.assert_close(whole, tree_attention_ref(q, k, v, mask, length), rtol=5e-3, atol=2e-3)
     for config in (
         {"folded": FOLD, "block_q": 128, "merged": 8},
-        {"folded": 2, "block_q": 64, "batch": 2},
+        {"folded": FOLD, "block_q": 64, "batch": 2},
         {"folded": 1, "block_q": 16, "batch": 1},
     ):
         assert torch.equal(tree_attention(q, k, v, mask, length, config={"leaves": leaves, **config}), whole), config
     for first, last in ((0, 1), (0, 7), (5, 6), (5, 20), (19, 20)):
         part_mask, _ = tree_tensors(random_tree(last - first, 0, is_chain=True))
-        at = torch.tensor([250 + first], dtype=torch.int32)
+        at = torch.tensor([378 + first], dtype=torch.int32)
         part = tree_attention(q[first:last].contiguous(), k, v, part_mask, at, config={"leaves": leaves})
         assert torch.equal(part, whole[first:last])
 

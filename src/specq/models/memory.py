@@ -35,11 +35,10 @@ Measured with a 1B-shaped 4-bit model on an H200, prompt and graphs of every buc
 reserved, 1877 MB said.
 """
 
-KEY_PIECES, FOLDED_PIECES = 48, 12
+KEY_PIECES, FOLDED_PIECES = 48, 16
 FEW_ROWS = 64
 """Pieces of the keys whose attention is summed apart there, in fp32: of few rows (node, head), up to FEW_ROWS a kv
-head, and of many (LEAVES, and a FOLDth of them; see `attention_config` in specq_kernels/tree_attention.py; of up to
-twice FEW_ROWS half as many, which is no more than of FEW_ROWS)."""
+head, and of many (LEAVES, and a FOLDth of them; see `attention_config` in specq_kernels/tree_attention.py)."""
 
 HEAD_RUNS = 4
 """Runs of K in which a packed head's product may be kept, in fp32, until they are added (the most a table has)."""

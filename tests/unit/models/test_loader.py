@@ -299,7 +299,7 @@ def test_on_a_gpu_the_sums_of_attention_are_counted_for_any_number_of_nodes(head
     )
     shared, taken = heads // kv_heads, []
     for nodes in range(1, HEAD_ROWS + 1):
-        sizes = attention.attention_config(nodes * shared, nodes * heads, 1)
+        sizes = attention.attention_config(nodes * shared, nodes * heads)
         taken.append(sizes["leaves"] // sizes["folded"] * nodes * heads * spec.head_dim * 4)
     assert 0.98 * (there - here - GPU_SCRATCH) <= max(taken) <= there - here - GPU_SCRATCH
 
