@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from specq.errors import DiskFullError, UsageError
 from specq.storage import require_writable
 
 STATE = "settings.json"
+DIGEST = re.compile("[0-9a-f]{16,}")
 
 
 class Workspace:
@@ -126,10 +128,9 @@ def _match(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Non
         if not differing:
             return
         if not overwrite:
-            key = differing[0]
             raise UsageError(
-                f"an unfinished run for this folder has other settings: {key} was `{earlier.get(key)}`, "
-                f"now `{wanted.get(key)}`",
+                f"an unfinished run for this folder has other settings: "
+                f"{_difference(differing[0], earlier.get(differing[0]), wanted.get(differing[0]))}",
                 hint="run it again with the same options to resume, or drop it with --overwrite",
             )
     shutil.rmtree(folder, ignore_errors=True)
@@ -137,3 +138,10 @@ def _match(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Non
         folder.mkdir()
         with write_atomically(state) as path:
             path.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    """What changed, without the hashes where it is known by its content only."""
+    if any(isinstance(value, str) and DIGEST.fullmatch(value) for value in (before, now)):
+        return f"{key} is another"
+    return f"{key} was `{before}`, now `{now}`"

@@ -106,15 +106,15 @@ def test_a_run_is_not_resumed_on_other_prompts_or_from_other_weights(call, targe
     with monkeypatch.context() as patch:
         patch.setattr("specq.train.distill.train", interrupt)
         assert call(*command).code == 130
-    for file, said in zip(files, ("digest of the prompts", "digest of the held-out prompts"), strict=True):
+    for file, said in zip(files, ("text of the prompts", "text of the held-out prompts"), strict=True):
         text = file.read_text()
         file.write_text("count to 7\ncount to 8\ncount to 9\n")
         done = call(*command)
-        assert (done.code, f"other settings: {said} was" in done.err) == (2, True), done.err
+        assert (done.code, f"other settings: {said} is another" in done.err) == (2, True), done.err
         file.write_text(text)
     assert call(*first, "--overwrite", "--set", "distill.seed=3").code == 0
     done = call(*command)
-    assert (done.code, "other settings: digest of --from was" in done.err) == (2, True), done.err
+    assert (done.code, "other settings: head of --from is another" in done.err) == (2, True), done.err
 
 
 def test_one_recipe_serves_both_kinds(call, target, tmp_path) -> None:

@@ -23,6 +23,10 @@ Written by `{COMMAND}` from the verbs' own help; edit those. For every verb:
   Ctrl-C keeps. A closed standard output ends quietly.
 - Standard output is the answer and nothing else; with `--json` one JSON document. All the rest goes to standard
   error. `NO_COLOR`, `TERM=dumb` or no terminal: no colour, and a line of progress every ten seconds at most.
+- An answer in JSON: `text`, `token_ids`, `tokens_out`, `finish_reason`, `prompt_tokens`, `reused_tokens`, `ttft_s`,
+  `decode_tps`, `e2e_tps`, `accept_len` (tokens a round decided), `accept_len_inner`, `rounds`, `pipeline`, `seed`, and
+  what decoding it took in milliseconds: `draft_ms`, `intermediate_ms`, `verify_ms`, `overhead_ms`. In `bench` these
+  answers are the `samples`; a row's four times are milliseconds a token, over all its answers.
 - `SPECQ_DEBUG=1` shows the traceback of an error. `SPECQ_CACHE` is the folder of `specq cache`; the Hub's own
   variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN` ...) mean what they mean to its tools.
 - MODEL is, in this order: a .yaml file; a local folder; a name of `specq recipe ls`; a Hub id. `run` with one

@@ -194,9 +194,9 @@ def fingerprint(job: Job, digest: str, *, training: Sequence[str], held_out: Seq
         "target": digest,
         "dtype": job.dtype,
         **job.settings.model_dump(mode="json"),
-        "digest of the prompts": _text_digest(training),
-        "digest of the held-out prompts": _text_digest(held_out),
-        "digest of --from": None if job.start is None else model_digest(job.start)[:DIGEST_CHARS],
+        "text of the prompts": _text_digest(training),
+        "text of the held-out prompts": _text_digest(held_out),
+        "head of --from": None if job.start is None else model_digest(job.start)[:DIGEST_CHARS],
     }
 
 
