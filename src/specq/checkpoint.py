@@ -1,22 +1,18 @@
-"""What a model is, read from its config.json alone, and the one way files are written.
+"""What a model is, read from its config.json alone.
 
 Reading tensors is `tensors`' business; this module imports no torch, so a command can refuse a model at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specq.errors import DiskFullError, UnsupportedError, UsageError
+from specq.errors import UnsupportedError, UsageError
 from specq.families import FAMILIES, Family, supported_families
 from specq.quant_spec import FORMATS_HINT, QuantSpec
 from specq.rope_spec import RopeSpec
@@ -28,7 +24,6 @@ __all__ = [
     "RopeSpec",
     "read_config",
     "read_generation_config",
-    "write_atomically",
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -164,29 +159,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@contextlib.contextmanager
-def write_atomically(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; what was written there becomes `path` whole, or not at all.
-
-    Raises DiskFullError when the disk has no room; `path` is then as it was before.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(
-                f"no room left to write `{path}`", hint="free some space or choose another folder"
-            ) from error
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 class _Keys:
     """config.json seen with its family's defaults."""
 
@@ -286,13 +258,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"`{path}` is not a JSON object")
     return value
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the rename itself durable, where the platform lets a folder be opened."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

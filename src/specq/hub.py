@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from specq.errors import OfflineError, UsageError
+from specq.files import named_path, reason
 from specq.recipe import DEMO_HEAD, DEMO_INTERMEDIATE, DEMO_INTERMEDIATE_HEAD, DEMO_NAME, HUB_ID
 from specq.storage import Progress, is_offline
 
@@ -17,6 +19,8 @@ SHIPPED = {
     DEMO_INTERMEDIATE_HEAD: _DEMO_SET / "intermediate-head",
 }
 """Drafters of the demo model that come with specq itself."""
+
+NAME_HINT = "name a folder, a .gguf file or a Hub id of the form org/name"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def resolve_model(
     Raises: UsageError for a name that is none of these or a revision of what has none, AccessError, OfflineError,
     DiskFullError.
     """
-    path = Path(name).expanduser()
+    path = named_path(name)
     is_hub_id = HUB_ID.fullmatch(name) is not None
     is_own = name == DEMO_NAME or name in SHIPPED
     is_local = _holds_model(path) or name.startswith(("/", "./", "../", "~")) or (path.exists() and not is_hub_id)
@@ -56,7 +60,7 @@ def resolve_model(
     if name in SHIPPED:
         return Snapshot(SHIPPED[name])
     if is_local:
-        return Snapshot(_check_local(path))
+        return Snapshot(_check_local(path, name))
     if not is_hub_id:
         raise UsageError(
             f"`{name}` is neither a folder, a .gguf file nor a Hub id",
@@ -77,10 +81,10 @@ def resolve_model(
     return Snapshot(folder, repo_id=name, revision=folder.name)
 
 
-def _check_local(path: Path) -> Path:
+def _check_local(path: Path, name: str) -> Path:
     """The path itself when it holds a model; what was found there instead is in the message."""
     if not path.exists():
-        raise UsageError(f"`{path}` does not exist", hint=_suggest(path))
+        raise UsageError(f"`{name}` does not exist", hint=_suggest(path) or NAME_HINT)
     if _holds_model(path):
         return path
     if path.is_file():
@@ -88,9 +92,12 @@ def _check_local(path: Path) -> Path:
             f"`{path}` is not a model: it is neither a folder nor a .gguf file",
             hint=f"name its folder: {path.parent}" if (path.parent / "config.json").is_file() else None,
         )
-    found = sorted(entry.name for entry in path.iterdir())
-    shown = ", ".join(found[:6]) + (", ..." if len(found) > 6 else "")
-    below = [child for child in sorted(path.iterdir()) if (child / "config.json").is_file()]
+    try:
+        entries = sorted(path.iterdir())
+    except OSError as error:
+        raise UsageError(f"`{path}` cannot be read: {reason(error)}", hint="name a folder of yours") from None
+    shown = ", ".join(entry.name for entry in entries[:6]) + (", ..." if len(entries) > 6 else "")
+    below = [entry for entry in entries if os.path.isfile(entry / "config.json")]
     raise UsageError(
         f"`{path}` holds neither a config.json nor a .gguf file: {shown or 'it is empty'}",
         hint=f"did you mean {below[0]}?" if below else "name the folder that a model or a drafter was saved to",
@@ -98,7 +105,8 @@ def _check_local(path: Path) -> Path:
 
 
 def _holds_model(path: Path) -> bool:
-    return (path / "config.json").is_file() or any(path.glob("*.gguf")) or (path.is_file() and path.suffix == ".gguf")
+    has_config = os.path.isfile(path / "config.json")  # False, not an error, in a folder that lets nobody in
+    return has_config or any(path.glob("*.gguf")) or (path.is_file() and path.suffix == ".gguf")
 
 
 def _suggest(path: Path) -> str | None:

@@ -23,7 +23,8 @@ from huggingface_hub import constants, errors
 from huggingface_hub import utils as hub_utils
 
 from specq.errors import AccessError, DiskFullError, OfflineError, SpecqError, UsageError
-from specq.storage import DISK_FULL, NOT_WRITABLE, Progress, bytes_below, progress_line, require_space
+from specq.files import DISK_FULL
+from specq.storage import NOT_WRITABLE, Progress, bytes_below, progress_line, require_space
 
 logger = logging.getLogger("specq")
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from specq.errors import UsageError
+from specq.files import is_there, named_path, reason
+from specq.validation import Problem, problems_of
 
 PipelineName = Literal["auto", "plain", "lookup", "sequence", "eagle2", "hierarchical", "qspec"]
 """What `pipeline` may be; `auto` chooses among the others."""
@@ -28,11 +31,16 @@ OWN_NAMES = (DEMO_NAME, DEMO_HEAD, DEMO_INTERMEDIATE, DEMO_INTERMEDIATE_HEAD)
 
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
+FORM_HINT = "specq recipe show --all demo shows every key"
+
 DEFAULT_RECIPE = "demo"
 """The recipe that runs when no model is named."""
 
 DRAFT, SELF_DRAFT = 5, 3
 """Tokens drafted where `draft_length` is not set, and those of qspec: its drafts cost nearly what they save."""
+
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""What the reader of YAML raises: ValueError for a date that is none, RecursionError for what is nested too deep."""
 
 MAX_DRAFT = 56
 """Longest draft of a sequence: with the longest trunk of pending tokens it still fits one verification."""
@@ -207,38 +215,30 @@ def load_recipe(source: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"recipe `{source}` does not exist", hint="specq recipe ls shows the shipped ones") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe `{path}` is not YAML: {_one_line(error)}") from None
+    except NOT_YAML as error:
+        raise UsageError(f"recipe `{path}` is not YAML: {_one_line(error)}", hint=FORM_HINT) from None
     except OSError as error:
-        raise UsageError(f"recipe `{path}` cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise UsageError(f"recipe `{path}` cannot be read: {reason(error)}", hint="name a .yaml file") from None
     if not isinstance(data, dict):
         raise UsageError(f"recipe `{path}` holds no keys", hint="a recipe begins with `target: MODEL`")
     return build_recipe(data, overrides=overrides, origin=str(source))
 
 
 def build_recipe(data: dict[str, Any], *, overrides: Sequence[str] = (), origin: str = "recipe") -> Recipe:
-    """The recipe of these keys, overrides applied. Raises UsageError naming the key that is wrong and what it takes."""
+    """The recipe of these keys, overrides applied. Raises UsageError naming each wrong key and what it takes."""
     data = dict(data)
     for override in overrides:
         _apply(data, override)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        problems = error.errors()
-        first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            known = _keys_beside(first["loc"])
-            near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
-            raise UsageError(f"{origin}: unknown key `{key}`", hint=hint) from None
-        if first["type"] == "missing":
-            hint = "specq recipe show --all demo shows every key"
-            raise UsageError(f"{origin}: `{key}` is missing", hint=hint) from None
-        message = first["msg"][:1].lower() + first["msg"][1:]
-        given = [override for override in overrides if override.partition("=")[0].strip() == key]
-        where = f"`{given[-1].flag}`" if given and isinstance(given[-1], FlagOverride) else f"{origin}: `{key}`"
-        raise UsageError(f"{where} = `{first['input']}`: {message}") from None
+        given = {each.partition("=")[0].strip(): each for each in overrides}
+        flags = {key: each.flag for key, each in given.items() if isinstance(each, FlagOverride)}
+        problems = problems_of(error, Recipe)
+        by_flag = [_text(problem, flags[problem.key]) for problem in problems if problem.key in flags]
+        by_key = [_text(problem, problem.key) for problem in problems if problem.key not in flags]
+        text = "; ".join([*by_flag, *([f"{origin}: {'; '.join(by_key)}"] if by_key else [])])
+        raise UsageError(text, hint=_hint(problems[0]) if by_key else None) from None
 
 
 def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:
@@ -262,8 +262,8 @@ def resolve(model: str | None, *, overrides: Sequence[str] = ()) -> Recipe:
 
 def is_model_name(text: str) -> bool:
     """Whether `run` should take its only argument for a model and not for a prompt."""
-    if any(c.isspace() for c in text):
-        return Path(text).expanduser().exists() and is_local_model(text)
+    if any(c.isspace() for c in text) and not is_there(text):
+        return False
     return (
         text.endswith((".yaml", ".yml"))
         or text in OWN_NAMES
@@ -277,7 +277,7 @@ def is_local_model(text: str) -> bool:
     """Whether the text names a folder by its form (`./`, `/`, `~`), a .gguf file, or an existing model folder."""
     if text.startswith(("./", "../", "/", "~")) and not text.endswith((".yaml", ".yml")):
         return True
-    return text.endswith(".gguf") or (Path(text) / "config.json").is_file()
+    return text.endswith(".gguf") or is_there(os.path.join(text, "config.json"))
 
 
 def list_recipes() -> dict[str, Path]:
@@ -294,8 +294,21 @@ def _recipes_folder() -> Path:
 def _recipe_path(source: str | Path) -> Path:
     text = str(source)
     if text.endswith((".yaml", ".yml")):
-        return Path(text).expanduser()
-    return list_recipes().get(text, Path(text).expanduser())
+        return named_path(text)
+    return list_recipes().get(text) or named_path(text)
+
+
+def _text(problem: Problem, name: str) -> str:
+    """What is wrong with a key, or with the flag that gave its value."""
+    if problem.rule is not None:
+        return f"`{name}` = `{problem.value}`: {problem.rule}"
+    return f"unknown key `{name}`" if problem.near else f"`{name}` is missing"
+
+
+def _hint(problem: Problem) -> str:
+    if not problem.near:
+        return FORM_HINT
+    return f"did you mean `{problem.near[0]}`?" if len(problem.near) == 1 else f"known keys: {', '.join(problem.near)}"
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -306,8 +319,9 @@ def _apply(data: dict[str, Any], override: str) -> None:
     *parents, leaf = path.strip().split(".")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"--set `{override}`: the value is not YAML: {_one_line(error)}") from None
+    except NOT_YAML as error:
+        hint = "put quotes around a text, as in --set 'key=\"a: b\"'"
+        raise UsageError(f"--set `{override}`: the value is not YAML: {_one_line(error)}", hint=hint) from None
     here = data
     for key in parents:
         inner = here.get(key)
@@ -318,23 +332,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
     here[leaf] = value
 
 
-def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
-    """The keys allowed where an unknown one was found."""
-    section: type[BaseModel] = Recipe
-    for name in location[:-1]:
-        section = _section_in(section.model_fields[str(name)].annotation) or section
-    return list(section.model_fields)
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section an annotation speaks of, through `Annotated` and `| None`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
-
-
 def _folders_here() -> list[str]:
-    return [p.name for p in Path().iterdir() if (p / "config.json").is_file()]
+    return [p.name for p in Path().iterdir() if os.path.isfile(p / "config.json")]
 
 
 def _one_line(error: Exception) -> str:

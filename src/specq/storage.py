@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specq.errors import DiskFullError, UsageError
+from specq.files import DISK_FULL, named_path, reason
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 CACHE_HINT = "set SPECQ_CACHE to a folder of yours"
@@ -26,14 +26,14 @@ def cache_dir() -> Path:
     """The folder of profiles, converted tokenizers and the demo set: SPECQ_CACHE, or the platform's."""
     named = os.environ.get("SPECQ_CACHE")
     if named:
-        return Path(named).expanduser()
+        return named_path(named)
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
         base = "~/Library/Caches"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "specq"
+    return named_path(base) / "specq"
 
 
 def is_offline(flag: bool | None = None) -> bool:
@@ -84,12 +84,12 @@ def require_writable(folder: Path, *, hint: str) -> None:
     except OSError as error:
         if error.errno in DISK_FULL:
             raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
-        reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"`{folder}` cannot be written: {reason}", hint=hint) from error
+        raise UsageError(f"`{folder}` cannot be written: {reason(error)}", hint=hint) from error
 
 
 def require_writable_file(path: Path) -> None:
     """Raises UsageError when `path` is a folder, or its folder is not there or takes no files."""
+    path = named_path(path)
     if path.is_dir():
         raise UsageError(f"`{path}` cannot be written: it is a folder", hint="name a file in it")
     if not path.absolute().parent.is_dir():

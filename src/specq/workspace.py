@@ -18,8 +18,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from specq.checkpoint import write_atomically
 from specq.errors import DiskFullError, UsageError
+from specq.files import DISK_FULL, write_atomically
 from specq.storage import require_writable
 
 STATE = "settings.json"
@@ -109,7 +109,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
             raise
         raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UsageError(

@@ -226,7 +226,7 @@ def test_transformers_runs_the_same_prompts_alone_and_assisted(call, pair) -> No
         (["--limit", "1", "--min-speedup", "1"], 2, "`--min-speedup` needs at least two prompts"),
         (["--against", "vllm"], 2, "invalid value for `--against`"),
         (["--pipeline", "auto"], 2, "`auto` cannot run: these models have no profile on this device"),
-        (["--raw", "--system", "be brief"], 2, "`--system` needs a chat template"),
+        (["--raw", "--system", "be brief"], 2, "`--raw` uses no chat template, so `--system` would change nothing"),
     ],
 )
 def test_what_cannot_run_is_said_at_once(arguments: list[str], code: int, message: str, call, pair) -> None:

@@ -145,6 +145,18 @@ def test_a_block_between_quotes_is_one_message(call, model) -> None:
     assert json.loads(done.out)["messages"][0]["content"] == "one\ntwo\\\n/quit"
 
 
+def test_a_block_that_begins_with_a_slash_is_no_command(call, model) -> None:
+    for block in ("/quit\nno, a file", "//comment"):
+        stdin = f'"""\n{block}\n"""\n'
+        done = call("chat", model, "--max-new-tokens", "2", "--json", stdin=stdin)
+        assert json.loads(done.out)["messages"][0]["content"] == block
+
+
+def test_a_command_goes_on_after_a_backslash(call, model) -> None:
+    done = call("chat", model, "--max-new-tokens", "2", "--json", stdin="/system be\\\nbrief\nhello\n")
+    assert json.loads(done.out)["messages"][0] == {"role": "system", "content": "be\nbrief"}
+
+
 def test_two_slashes_begin_a_message_with_one(call, model) -> None:
     done = call("chat", model, "--max-new-tokens", "2", "--json", stdin="//usr\n")
     assert json.loads(done.out)["messages"][0]["content"] == "/usr"
@@ -176,7 +188,13 @@ def test_commands_from_a_pipe(call, model, tmp_path) -> None:
     assert [message["role"] for message in document["messages"]] == ["system", "user", "assistant"]
     assert [answer["pipeline"] for answer in document["answers"]] == ["plain", "plain", "lookup"]
     assert document["answers"][0]["token_ids"] == document["answers"][1]["token_ids"]
-    for said in ("tokens_out       4", "temperature         0.5", "*  lookup", "taken back: more", "loaded 1 turns"):
+    for said in (
+        "tokens_out       4",
+        "temperature         0.5",
+        "*  lookup",
+        "taken back: more",
+        "loaded 1 turn from",
+    ):
         assert said in done.err
     assert "/undo" in done.err
 
@@ -192,6 +210,9 @@ def test_commands_from_a_pipe(call, model, tmp_path) -> None:
         ("/spec fast", "there is no pipeline `fast`"),
         ("/set temperature", "`/set temperature` lacks a value"),
         ("/stats", "there is no answer yet"),
+        ("/save a\0b", "`a\0b` cannot be opened: embedded null byte"),
+        ("/save ~nobody-here/x", "`~nobody-here/x` cannot be written: no such file or directory"),
+        (f"/load {'a' * 300}", f"`{'a' * 57}...` cannot be opened: file name too long"),
     ],
 )
 def test_a_wrong_command_in_a_script_is_said_and_passed_over(line: str, message: str, call, model) -> None:

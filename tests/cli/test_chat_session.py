@@ -113,6 +113,24 @@ def test_a_full_context_is_an_error_that_says_how_full(session) -> None:
     assert len(chat.turns) == 1  # the turn before is kept
 
 
+def test_a_turn_that_cannot_be_answered_again_is_kept(session, monkeypatch) -> None:
+    chat = session(context=64, max_new_tokens=1)
+    say(chat, "twenty tokens of text")
+    kept, chat.system = list(chat.turns), "a system message that leaves no room for it"
+    with pytest.raises(UsageError, match="the context holds 64"), chat.without_last() as turn:
+        say(chat, turn.user)
+    assert chat.turns == kept
+    chat.system = None
+    with chat.without_last() as turn:
+        assert chat.turns == []
+        say(chat, turn.user)
+    assert [turn.user for turn in chat.turns] == [turn.user for turn in kept]
+    with chat.without_last() as turn:  # stopped before a word of it
+        stopped = chat.ask(turn.user)
+        stopped.close()
+    assert chat.turns == kept
+
+
 def test_drop_oldest_drops_whole_turns_and_keeps_the_system_message(session) -> None:
     chat = session(context=128, max_new_tokens=4, overflow=Overflow.drop_oldest, system="be brief")
     for number in range(6):
@@ -127,8 +145,9 @@ def test_drop_oldest_drops_whole_turns_and_keeps_the_system_message(session) -> 
 
 def test_drop_oldest_cannot_help_a_single_message_that_is_too_long(session) -> None:
     chat = session(context=64, overflow=Overflow.drop_oldest)
-    with pytest.raises(UsageError, match="the context holds 64"):
+    with pytest.raises(UsageError, match="the context holds 64") as caught:
         chat.ask("far too long " * 20)
+    assert caught.value.hint == "less text or a larger --context"
     assert chat.num_dropped == 0
 
 
@@ -169,6 +188,8 @@ def test_save_and_load_are_inverse(session, tmp_path) -> None:
         '{"messages": [{"role": "user", "content": "alone"}]}',
         '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}',
         '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "b"}]}',
+        '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]}',
+        "[" * 100_000,
     ],
 )
 def test_what_is_no_chat_is_refused_and_changes_nothing(text: str, session) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from specq.checkpoint import (
     RopeSpec,
     read_config,
     read_generation_config,
-    write_atomically,
 )
-from specq.errors import DiskFullError, UnsupportedError, UsageError
+from specq.errors import UnsupportedError, UsageError
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -281,28 +278,3 @@ def test_a_broken_config_is_one_message(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError, match=r"config\.json"):
         read_config(tmp_path)
-
-
-def write_half(path: Path, error: Exception) -> None:
-    with write_atomically(path) as temporary:
-        temporary.write_text("half")
-        raise error
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "model.json"
-    path.write_text("old")
-    with pytest.raises(KeyError):
-        write_half(path, KeyError("interrupted"))
-    assert path.read_text() == "old"
-    with write_atomically(path) as temporary:
-        temporary.write_text("new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new"
-    assert [file.name for file in tmp_path.iterdir()] == ["model.json"]
-
-
-def test_a_full_disk_has_its_own_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DiskFullError, match="no room left"):
-        write_half(tmp_path / "model.json", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    assert list(tmp_path.iterdir()) == []

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from specq.bench.report import RowReport, all_tables
-from specq.checkpoint import write_atomically
 from specq.errors import UsageError
+from specq.files import named_path, write_atomically
 
 CSV_FIGURES = (
     *("answers", "tokens_out", "e2e_tps", "decode_tps", "ttft_s", "accept_len", "accept_len_inner"),
@@ -93,12 +93,6 @@ def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces the file, whole or not at all."""
-    with write_atomically(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def plot(rows: Sequence[RowReport], path: Path, *, title: str) -> None:
     """Writes a picture: end-to-end speedup with its interval, a dot for each category; the suffix names the format."""
     from matplotlib.figure import Figure
@@ -125,5 +119,5 @@ def plot(rows: Sequence[RowReport], path: Path, *, title: str) -> None:
     figure.suptitle(title, fontsize=9)
     if categories:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8, frameon=False)
-    with write_atomically(path) as temporary:
+    with write_atomically(named_path(path)) as temporary:
         figure.savefig(temporary, format=path.suffix.removeprefix("."))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specq.errors import UsageError
+from specq.files import named_path
 from specq.storage import is_offline
 
 BUNDLED = "bundled"
@@ -87,7 +88,7 @@ def load_suite(source: str, *, offline: bool | None = None) -> Suite:
     if source.startswith(HUB_PREFIX):
         path, name = _hub_file(source.removeprefix(HUB_PREFIX), offline), source
     else:
-        path = Path(source).expanduser()
+        path = named_path(source)
         name = path.name
         if not path.is_file():
             hint = f"give `{BUNDLED}`, a .jsonl, .jsonl.gz or .parquet file, or {HUB_PREFIX}ORG/DATASET/FILE"

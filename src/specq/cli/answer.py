@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specq.cli.console import Console
@@ -26,7 +25,7 @@ def open_pipeline(
     """The pipeline a MODEL argument and the flags mean, with its models in memory."""
     overrides = [*pipeline.overrides(), *sampling.overrides()]
     recipe = resolve(model, overrides=overrides)
-    template = None if prompt.chat_template is None else read_text_file(prompt.chat_template)
+    template = prompt.template()
     from specq.spec.load import load_pipeline
 
     progress = console.progress()
@@ -42,19 +41,17 @@ def open_pipeline(
         )
     finally:
         progress.clear()
-    if template is not None:
-        loaded.tokenizer.use_chat_template(template)
+    use_template(loaded, template, prompt)
     return loaded
 
 
-def read_text_file(path: Path) -> str:
-    """The text of a file the user named. Raises UsageError saying why it cannot be read."""
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"`{path}` cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"`{path}` is not UTF-8 text") from None
+def use_template(pipeline: Pipeline, template: str | None, prompt: PromptOptions) -> None:
+    """Puts the template in the place of the model's own. Raises UsageError for a system message and no template."""
+    if template is not None:
+        pipeline.tokenizer.use_chat_template(template)
+    if prompt.system is not None and pipeline.tokenizer.chat_template is None:
+        hint = "leave it out, or give --chat-template FILE"
+        raise UsageError("`--system` needs a chat template, and the model has none", hint=hint)
 
 
 class AnswerWriter:

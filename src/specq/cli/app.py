@@ -22,6 +22,7 @@ from specq.cli.console import (
 )
 from specq.cli.options import NearMissGroup, nearest
 from specq.errors import NotEnoughMemoryError, SpecqError, UsageError
+from specq.files import is_text
 
 # verb: what the overview says of it; the module specq.cli.VERB holds the typer app that runs it
 VERBS = {
@@ -92,8 +93,8 @@ def overview(
     if version:
         _print_version(as_json=as_json)
         raise typer.Exit()
-    if as_json and ctx.invoked_subcommand is not None:
-        hint = f"specq {ctx.invoked_subcommand} --json"
+    if as_json:
+        hint = f"specq {ctx.invoked_subcommand or 'VERB'} --json"
         raise UsageError("`--json` stands after the verb", hint=hint)
     if ctx.invoked_subcommand is None:
         print(ctx.get_help(), file=sys.stderr)
@@ -124,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     args = list(sys.argv[1:] if argv is None else argv)
     try:
+        if wrong := next((number for number, text in enumerate(args, 1) if not is_text(text)), None):
+            hint = "convert it, for example with iconv -t UTF-8"
+            raise UsageError(f"argument {wrong} is not UTF-8 text", hint=hint)
         try:
             code = command.main(args=args, prog_name="specq", standalone_mode=False)
         except typer.TyperException as error:  # the parser's own words, in our form

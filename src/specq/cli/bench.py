@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specq.cli.console import Console, table
+from specq.cli.console import Console, counted, table
 from specq.cli.measuring import Job, Limit, SuiteName
 from specq.cli.options import (
     Model,
@@ -180,7 +180,7 @@ def _show(console: Console, rows: Sequence[RowReport], run: Run, facts: Mapping[
     length = "exactly" if facts["length"] == "forced" else "at most"
     console.line()
     console.line(
-        f"{suite['prompts']} prompts ({suite['name']}), {length} {facts['max_new_tokens']} tokens each, "
+        f"{counted(suite['prompts'], 'prompt')} ({suite['name']}), {length} {facts['max_new_tokens']} tokens each, "
         f"temperature {facts['sampling']['temperature']:g}, {environment['device']}, torch {environment['torch']}"
     )
 
@@ -213,16 +213,18 @@ def _write_files(
     forecast: Comparison | None,
 ) -> None:
     from specq.bench import files
+    from specq.files import write_text
 
     if csv is not None:
-        files.write_text(csv, files.csv_text(rows))
+        write_text(csv, files.csv_text(rows))
     if md is not None:
         more = [] if forecast is None else [forecast.table(rows)]
         closing = [] if forecast is None else forecast.lines(facts["sampling"])
-        files.write_text(md, files.markdown_text(rows, facts, more=more, closing=closing))
+        write_text(md, files.markdown_text(rows, facts, more=more, closing=closing))
     if plot is not None:
         environment = facts["environment"]
-        title = f"{', '.join(environment['models'])}\n{environment['device']}, {facts['suite']['prompts']} prompts"
+        prompts = counted(facts["suite"]["prompts"], "prompt")
+        title = f"{', '.join(environment['models'])}\n{environment['device']}, {prompts}"
         files.plot(rows, plot, title=title)
 
 

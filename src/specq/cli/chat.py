@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from specq.cli.console import Console, Interrupt, Terminated, read_text, report
+from specq.cli.console import Console, Interrupt, Terminated, counted, read_text, report
 from specq.cli.options import (
     Model,
     OutputOptions,
@@ -99,10 +99,10 @@ def converse(session: ChatSession, console: Console, *, is_streamed: bool) -> in
         if message is None:
             break
         try:
-            if message.startswith("/") and not message.startswith("//"):
-                commands.run(message)
-            elif message.strip():
-                answer(message[1:] if message.startswith("//") else message)
+            if message.is_command:
+                commands.run(message.text)
+            elif message.text.strip():
+                answer(message.text)
         except SpecqError as error:
             report(error)
             code = code or error.exit_code
@@ -119,7 +119,7 @@ def show_answer(session: ChatSession, text: str, console: Console, *, is_streame
     dropped, interrupt = session.num_dropped, Interrupt()
     with interrupt.watch(), closing(session.ask(text)) as pieces:
         if session.num_dropped > dropped:
-            console.note(f"the context is full: the oldest {session.num_dropped} turns are no longer in it")
+            console.note(f"the context is full: it no longer holds the oldest {counted(session.num_dropped, 'turn')}")
         writer = AnswerWriter(console, thinking=session.thinking, is_inside=session.starts_thinking)
         try:
             for piece in pieces:
@@ -147,7 +147,7 @@ def status_line(result: Generation, *, plain_tps: float | None = None) -> str:
 
     `plain_tps` is the rate of plain decoding that a profile measured; a draft's gain is over that.
     """
-    parts = [f"{result.tokens_out} tokens"]
+    parts = [counted(result.tokens_out, "token")]
     if result.decode_tps is not None:
         parts.append(f"{result.decode_tps:.1f} tokens/s")
     if result.accept_len is not None and result.pipeline != "plain":
@@ -161,8 +161,15 @@ def status_line(result: Generation, *, plain_tps: float | None = None) -> str:
     return " · ".join(parts)
 
 
-def read_message(*, is_terminal: bool) -> str | None:
-    """The next message, of one line or several; None at the end of the input.
+class Message(NamedTuple):
+    """What was typed: a message to answer, or a command."""
+
+    text: str
+    is_command: bool = False
+
+
+def read_message(*, is_terminal: bool) -> Message | None:
+    """The next message or command, of one line or several; None at the end of the input.
 
     Ctrl-C drops what was typed of a message; with nothing typed it raises KeyboardInterrupt, and SIGTERM Terminated.
     """
@@ -180,10 +187,10 @@ def read_message(*, is_terminal: bool) -> str | None:
         if line is None:
             if is_terminal:
                 print(file=sys.stderr)
-            return "\n".join(lines) if lines else None
+            return _message(lines, is_fenced) if lines else None
         if line.strip() == FENCE:
             if is_fenced:
-                return "\n".join(lines)
+                return _message(lines, is_fenced)
             if not lines:
                 is_fenced = True
                 continue
@@ -192,7 +199,15 @@ def read_message(*, is_terminal: bool) -> str | None:
         elif line.endswith("\\"):
             lines.append(line[:-1])
         else:
-            return "\n".join([*lines, line])
+            return _message([*lines, line], is_fenced)
+
+
+def _message(lines: Sequence[str], is_fenced: bool) -> Message:
+    """The lines as one; a slash that begins them makes a command, two do not, and between fences it is text."""
+    text = "\n".join(lines)
+    if is_fenced or not text.startswith("/"):
+        return Message(text)
+    return Message(text[1:]) if text.startswith("//") else Message(text, is_command=True)
 
 
 def _read_line(prompt: str, *, is_terminal: bool) -> str | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from pathlib import Path
 
-from specq.cli.answer import read_text_file
 from specq.cli.chat_session import ChatSession
-from specq.cli.console import Console, table
+from specq.cli.console import Console, counted, table
 from specq.errors import UsageError
+from specq.files import read_text
 
 
 class ChatCommands:
@@ -81,7 +80,8 @@ class ChatCommands:
         self._console.reply(f"taken back: {turn.user}")
 
     def _retry(self, argument: str) -> None:
-        self._answer(self._session.undo().user)
+        with self._session.without_last() as turn:
+            self._answer(turn.user)
 
     def _system(self, argument: str) -> None:
         if argument and self._session.is_raw:
@@ -91,12 +91,12 @@ class ChatCommands:
         self._console.reply(f"system: {self._session.system or '(none)'}")
 
     def _save(self, argument: str) -> None:
-        self._session.save(Path(argument))
-        self._console.reply(f"saved {len(self._session.turns)} turns to {argument}")
+        self._session.save(argument)
+        self._console.reply(f"saved {counted(len(self._session.turns), 'turn')} to {argument}")
 
     def _load(self, argument: str) -> None:
-        self._session.load(read_text_file(Path(argument)))
-        self._console.reply(f"loaded {len(self._session.turns)} turns from {argument}")
+        self._session.load(read_text(argument))
+        self._console.reply(f"loaded {counted(len(self._session.turns), 'turn')} from {argument}")
 
     def _spec(self, argument: str) -> None:
         pipeline = self._session.pipeline

@@ -8,19 +8,26 @@ answer (stopped at once, or stopped while still thinking) is forgotten, question
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from specq.cli.options import CHAT_TOKENS, Overflow, Thinking
 from specq.cli.thinking import opens_thinking, without_thinking
 from specq.errors import UsageError
+from specq.files import is_text, write_text
 from specq.recipe import Sampling
+from specq.validation import problems_of
 
 if TYPE_CHECKING:
     from specq.spec.session import Generation, Pipeline
+
+
+SAVED_HINT = "/save FILE writes one that can be loaded"
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,6 @@ class ChatSession:
     ) -> None:
         if not is_raw and pipeline.tokenizer.chat_template is None:
             raise UsageError("the model has no chat template", hint="base model: use --raw or --chat-template FILE")
-        if is_raw and system is not None:
-            raise UsageError("`--system` needs a chat template, and `--raw` uses none", hint="leave one of them out")
         self.pipeline, self.is_raw = pipeline, is_raw
         self.system, self.stop, self.max_new_tokens = system or None, list(stop), max_new_tokens
         self.overflow, self.thinking = overflow, thinking
@@ -115,26 +120,39 @@ class ChatSession:
         self.num_dropped = min(self.num_dropped, len(self.turns))
         return turn
 
-    def save(self, path: Path) -> None:
-        """Writes the chat as JSON. Raises UsageError when the file cannot be written."""
-        text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
+    @contextmanager
+    def without_last(self) -> Iterator[Turn]:
+        """Takes the last turn back; it is there again after the block unless another came in its place.
+
+        Raises UsageError when there is none.
+        """
+        dropped = self.num_dropped
+        turn = self.undo()
+        kept = len(self.turns)
         try:
-            path.expanduser().write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"`{path}` cannot be written: {(error.strerror or str(error)).lower()}") from None
+            yield turn
+        finally:
+            if len(self.turns) == kept:
+                self.turns.append(turn)
+                self.num_dropped = dropped
+
+    def save(self, file: str | Path) -> None:
+        """Writes the chat as JSON. Raises UsageError, DiskFullError when the file cannot be written."""
+        text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
+        write_text(file, text)
 
     def load(self, text: str) -> None:
         """Replaces the chat by a saved one. Raises UsageError, nothing changed, when the text is no chat."""
         try:
             messages = json.loads(text)["messages"]
             pairs = [(message["role"], message["content"]) for message in messages]
-        except (ValueError, KeyError, TypeError):
-            raise UsageError("the file holds no chat", hint="/save FILE writes one") from None
-        if not all(isinstance(content, str) for _, content in pairs):
-            raise UsageError("the file holds no chat: a message's content is not text")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UsageError("the file holds no chat", hint=SAVED_HINT) from None
+        if not all(isinstance(content, str) and is_text(content) for _, content in pairs):
+            raise UsageError("the file holds no chat: a message's content is not text", hint=SAVED_HINT)
         system = pairs.pop(0)[1] if pairs and pairs[0][0] == "system" else None
         if [role for role, _ in pairs] != ["user", "assistant"] * (len(pairs) // 2):
-            raise UsageError("the file's messages do not take turns, user then assistant")
+            raise UsageError("the file's messages do not take turns, user then assistant", hint=SAVED_HINT)
         texts = [content for _, content in pairs]
         self.turns = [Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True)]
         self.system, self.num_dropped = system, 0
@@ -146,8 +164,10 @@ class ChatSession:
             values = self.sampling.model_dump() | {key: None if value == "default" else value}
             try:
                 self.sampling = Sampling.model_validate(values)
-            except ValueError as error:
-                raise UsageError(_first_problem(error, key, value)) from None
+            except ValidationError as error:
+                problem = problems_of(error, Sampling)[0]
+                hint = f"/set {key} default takes the model's own"
+                raise UsageError(f"`{key}` = `{problem.value}`: {problem.rule}", hint=hint) from None
         elif key == "max_new_tokens":
             self.max_new_tokens = None if value == "default" else _positive(key, value)
         elif key in ("overflow", "thinking"):
@@ -181,7 +201,8 @@ class ChatSession:
             dropped += 1
             ids = self._encode(text, dropped)
         if len(ids) >= context:
-            hint = "/reset or /undo, or start with --overflow drop-oldest or a larger --context"
+            shorter = "/reset or /undo, or start with --overflow drop-oldest" if self.turns[dropped:] else "less text"
+            hint = f"{shorter} or a larger --context"
             raise UsageError(f"the chat has {len(ids)} tokens and the context holds {context}", hint=hint)
         self.num_dropped = dropped
         return ids
@@ -208,9 +229,3 @@ def _positive(key: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise UsageError(f"`{key}` = `{value}` is not a number of at least 1")
     return int(value)
-
-
-def _first_problem(error: ValueError, key: str, value: str) -> str:
-    problems = getattr(error, "errors", lambda: [{"msg": str(error)}])()
-    message = problems[0]["msg"]
-    return f"`{key}` = `{value}`: {message[:1].lower()}{message[1:]}"

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from specq.errors import SpecqError, UsageError
+from specq.files import is_text
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -217,13 +218,13 @@ def read_text(read: Callable[[], str]) -> str:
 
     In some locales Python refuses them, in others they come as halves of surrogate pairs.
     """
+    hint = "convert it, for example with iconv -t UTF-8"
     try:
         text = read()
-        text.encode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not text in {error.encoding}") from None
-    except UnicodeEncodeError:
-        raise UsageError("standard input is not UTF-8 text") from None
+        raise UsageError(f"standard input is not text in {error.encoding}", hint=hint) from None
+    if not is_text(text):
+        raise UsageError("standard input is not UTF-8 text", hint=hint)
     return text
 
 
@@ -246,6 +247,11 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "") -> str:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         lines.append((indent + "  ".join([*cells, row[-1]])).rstrip())
     return "\n".join(lines)
+
+
+def counted(count: int, thing: str) -> str:
+    """The count with the word for what is counted, in the plural where it is not 1."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def size_text(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specq.cli.console import Console, table
+from specq.cli.console import Console, counted, table
 from specq.cli.options import (
     Dtype,
     Model,
@@ -179,8 +179,9 @@ def distill(
 
 
 def _row(result: dict[str, Any]) -> tuple[str, ...]:
+    prompts = counted(result["prompts"], "prompt")
     return (
         result["pipeline"],
         f"temperature {result['temperature']:g}",
-        f"accept length {result['accept_len']} over {result['prompts']} prompts, the target's own token included",
+        f"accept length {result['accept_len']} over {prompts}, the target's own token included",
     )

@@ -71,11 +71,10 @@ class Job:
         """
         from specq.bench.session import Loading, plan_rows, profiled_rows
         from specq.bench.sweep import split_sweeps
-        from specq.cli.answer import read_text_file
         from specq.recipe import resolve
         from specq.spec.load import choose_device
 
-        self.console, self.prompt = console, prompt
+        self.console, self.prompt, self._template = console, prompt, prompt.template()
         self.max_new_tokens = sampling.max_new_tokens or MAX_NEW_TOKENS
         fixed, swept = split_sweeps(pipeline.set or [])
         overrides = [*replace(pipeline, set=fixed).overrides(), *sampling.overrides()]
@@ -95,7 +94,6 @@ class Job:
             if swept:
                 raise UsageError(f"`--profiled` sets `{next(iter(swept))}` itself", hint="leave one of them out")
             self.plan = profiled_rows(self.plan, with_more, self.loading)
-        self._template = None if prompt.chat_template is None else read_text_file(prompt.chat_template)
 
     def load_suite(self, source: str, limit: int | None) -> Suite:
         """The prompts to ask."""
@@ -108,14 +106,12 @@ class Job:
         from specq.bench.contestants import Decoding
         from specq.bench.run import Asking
         from specq.bench.session import exact_sampling, open_models
+        from specq.cli.answer import use_template
 
         with working(self.console) as say:
             self.pipeline, self.contestants = open_models(self.plan, self.loading, say=say)
-        if self._template is not None:
-            self.pipeline.tokenizer.use_chat_template(self._template)
         prompt = self.prompt
-        if prompt.system is not None and (prompt.raw or self.pipeline.tokenizer.chat_template is None):
-            raise UsageError("`--system` needs a chat template", hint="leave out --raw, or give --chat-template FILE")
+        use_template(self.pipeline, self._template, prompt)
         self.decoding: Decoding = Decoding(
             exact_sampling(self.plan.recipe), self.max_new_tokens, tuple(prompt.stop or ()), is_forced
         )

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from specq.errors import UsageError
+from specq.files import read_text
 
 Model = Annotated[
     str | None,
@@ -216,6 +217,14 @@ class PromptOptions:
         Thinking,
         flag("--thinking", help="What to do with `<think>` sections; off asks the template for none."),
     ] = Thinking.show
+
+    def template(self) -> str | None:
+        """The chat template of --chat-template; UsageError when it cannot be read, or for what --raw excludes."""
+        for name, value in (("--system", self.system), ("--chat-template", self.chat_template)):
+            if self.raw and value is not None:
+                hint = "leave one of them out"
+                raise UsageError(f"`--raw` uses no chat template, so `{name}` would change nothing", hint=hint)
+        return None if self.chat_template is None else read_text(self.chat_template)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import typer
 
 from specq.cli.console import Console, table
 from specq.cli.options import Model, OutputOptions, PipelineOptions, VerbCommand, flag, takes_options
-from specq.errors import SpecqError, UsageError
+from specq.errors import UsageError
 
 if TYPE_CHECKING:
     from specq.profile.result import Profile
@@ -103,6 +103,7 @@ def profile(
             _check_study(model, pipeline, prompts=prompts, save=save)
         if save is not None and save.suffix not in (".yaml", ".yml"):
             raise UsageError(f"--save `{save}` is no recipe's name", hint="end it in .yaml")
+        from specq.files import write_text
         from specq.profile.acceptance import parse_by_hand
         from specq.profile.plot import check_plot, write_plot
         from specq.profile.prompts import read_prompts
@@ -135,7 +136,7 @@ def profile(
             write_plot(found, plot)
             console.note(f"wrote {plot}")
         if save is not None:
-            _write(save, recipe_text(found, str(save)))
+            write_text(save, recipe_text(found, str(save)))
             console.note(f"wrote {save}")
         if output.as_json:
             console.document(found.record())
@@ -208,10 +209,3 @@ def _show(found: Profile, console: Console) -> None:
     console.line()
     for line in closing_lines(found):
         console.line(line)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.expanduser().write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SpecqError(f"`{path}` cannot be written: {(error.strerror or str(error)).lower()}") from None

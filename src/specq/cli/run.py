@@ -111,9 +111,6 @@ def _piped_input() -> str | None:
 
 
 def _encode(loaded: Pipeline, text: str, prompt: PromptOptions) -> list[int]:
-    if prompt.system is not None and (prompt.raw or loaded.tokenizer.chat_template is None):
-        why = "`--raw` uses none" if prompt.raw else "the model has none"
-        raise UsageError(f"`--system` needs a chat template, and {why}", hint="--chat-template FILE")
     thinking = False if prompt.thinking is Thinking.off else None
     return loaded.encode(text, raw=prompt.raw, system=prompt.system, thinking=thinking)
 

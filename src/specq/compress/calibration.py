@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specq.errors import OfflineError, UsageError
+from specq.files import named_path
 from specq.storage import is_offline
 from specq.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ def calibration_tokens(
         path, origin = _hub_file(source.removeprefix(HUB_PREFIX), offline)
         documents = _file_documents(path, tokenizer)
     else:
-        path = Path(source).expanduser()
+        path = named_path(source)
         documents, origin = _file_documents(path, tokenizer), f"file {path.name}"
     return TokenSet(_sequences(tokenizer, documents, samples, seq_len, origin), origin)
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specq.checkpoint import write_atomically
+from specq.files import write_atomically
 from specq.workspace import Workspace, disk_errors
 
 RECORD = "specq"

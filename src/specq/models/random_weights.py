@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specq.checkpoint import ModelSpec, QuantSpec, read_config
 from specq.errors import UsageError
+from specq.files import named_path
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_files import ATTENTION, MLP, MLP_NORM, HeadFiles
 from specq.models.inventory import expected_tensors
@@ -52,7 +53,7 @@ def shape_config(name: str) -> dict[str, Any]:
     """
     if name.lower() in SHAPES:
         return llama_config(**SHAPES[name.lower()])
-    path = Path(name).expanduser()
+    path = named_path(name)
     if (path / "config.json").is_file():
         config = read_config(path)
     elif path.is_file() and path.suffix == ".json":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specq.errors import UsageError
+from specq.files import named_path, write_atomically, write_text
 from specq.profile.cost import SEQUENCE, TREE
 from specq.profile.result import Profile
 
@@ -20,7 +21,7 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"--plot `{path}` is not of a kind that is drawn", hint=f"end it in {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("`--plot` needs matplotlib, which is not installed", hint="pip install 'specq[plot]'")
-    if not path.expanduser().absolute().parent.is_dir():
+    if not named_path(path).absolute().parent.is_dir():
         raise UsageError(f"the folder of `{path}` does not exist", hint="make it first")
 
 
@@ -36,15 +37,15 @@ def write_plot(profile: Profile, path: Path) -> None:
     _draw_ranking(profile, ranking)
     what = " (random weights, timing only)" if profile.is_random else ""
     figure.suptitle(f"{profile.recipe.target.model}{what} on {profile.environment['device']}", fontsize=9)
-    path = path.expanduser()
     if path.suffix != ".html":
-        figure.savefig(path, dpi=150)
+        with write_atomically(named_path(path)) as temporary:
+            figure.savefig(temporary, dpi=150, format=path.suffix.removeprefix("."))
         return
     picture = io.StringIO()
     figure.savefig(picture, format="svg")
     svg = picture.getvalue()
     page = f"<!doctype html><meta charset=utf-8><title>specq profile</title>\n{svg[svg.index('<svg') :]}\n"
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
 
 
 def _draw_curves(profile: Profile, axes: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specq.errors import UsageError
+from specq.files import read_text
 
 
 def read_prompts(file: Path | None) -> list[str]:
@@ -18,11 +19,7 @@ def read_prompts(file: Path | None) -> list[str]:
     if file is None:
         text = (files("specq.profile") / "prompts.jsonl").read_text(encoding="utf-8")
         return [json.loads(line)["prompt"] for line in text.splitlines()]
-    try:
-        lines = file.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
-        raise UsageError(f"`{file}` cannot be read: {reason}", hint="--prompts takes a .txt or .jsonl file") from None
+    lines = read_text(file, hint="--prompts takes a .txt or .jsonl file").splitlines()
     is_json = file.suffix == ".jsonl"
     found = [_prompt(file, number, line) if is_json else line for number, line in enumerate(lines, 1) if line.strip()]
     if not found:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specq.checkpoint import write_atomically
+from specq.files import write_atomically
 from specq.profile.acceptance import Acceptance
 from specq.profile.cost import CostModel
 from specq.profile.plan import Plan, Verdict, explain

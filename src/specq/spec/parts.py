@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specq.checkpoint import ModelSpec
 from specq.errors import SpecqError, UnsupportedError
-from specq.hub import Snapshot
+from specq.hub import NAME_HINT, Snapshot
 from specq.models.eagle_files import HeadFiles
 from specq.models.eagle_loader import build_head
 from specq.models.loader import Engine, check_memory, load_model, model_spec
@@ -43,7 +43,8 @@ def naming(role: str) -> Iterator[None]:
     except SpecqError as error:
         if role not in NAMED_BY:
             raise
-        raise type(error)(f"{NAMED_BY[role]}: {error.message}", hint=error.hint or DRAFTER_HINT) from None
+        hint = DRAFTER_HINT if error.hint in (None, NAME_HINT) else error.hint
+        raise type(error)(f"{NAMED_BY[role]}: {error.message}", hint=hint) from None
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class PartLoader:
     def _seat(self, role: str, head: HeadFiles | None, target: Seat | HeadSeat | None) -> Seat:
         """A model in memory with an empty cache, which keeps what the head reads."""
         snapshot = self._snapshots[role]
-        self.say(f"loading {role} {snapshot.repo_id or snapshot.path.name}")
+        self.say(f"loading {role} {snapshot.name}")
         lender = target.model if isinstance(target, Seat) else None
         space = self._space
         model = load_model(snapshot.path, device=space.device, dtype=space.dtype, lender=lender, engine=space.engine)

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specq.checkpoint import write_atomically
 from specq.errors import UsageError
+from specq.files import named_path, write_atomically
 from specq.recipe import DistillSection
 from specq.tokenizer import Tokenizer
 from specq.train.batch import pad
@@ -57,7 +57,7 @@ def read_prompts(source: str) -> list[str]:
 
     "bundled" are specq's own. Raises UsageError naming the line that is of no such form.
     """
-    path = Path(__file__).parent / "text" / "prompts.txt" if source == BUNDLED else Path(source).expanduser()
+    path = Path(__file__).parent / "text" / "prompts.txt" if source == BUNDLED else named_path(source)
     if not path.is_file():
         raise UsageError(f"there is no file of prompts `{source}`", hint="give --prompts FILE, or leave it out")
     name = path.name.removesuffix(path.suffix) if path.suffix in OPENERS else path.name

@@ -105,7 +105,7 @@ def distill(job: Job, *, say: Say) -> dict[str, Any]:
         open_workspace(workspace, asked, verb="distill", overwrite=job.overwrite),
         sdpa_kernel(list(GPU_ATTENTION)),  # batches come in hundreds of shapes, each of which cuDNN would plan for
     ):
-        say(f"loading {job.target.repo_id or job.target.path.name}")
+        say(f"loading {job.target.name}")
         model = load_target(job)
         own: list[list[int]] = []
         if settings.own_prompts:

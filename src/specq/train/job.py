@@ -11,6 +11,7 @@ from typing import Any
 
 from specq.checkpoint import ModelSpec, model_digest
 from specq.errors import UsageError
+from specq.files import is_there
 from specq.hub import Snapshot
 from specq.models.causal_lm import CausalLM
 from specq.models.eagle_files import HeadFiles
@@ -208,6 +209,6 @@ def public_settings(settings: DistillSection) -> dict[str, Any]:
     """The settings as JSON takes them, files and folders without the path that they have here."""
     found = settings.model_dump(mode="json")
     for key in ("prompts", "eval_prompts", "start"):
-        if found[key] is not None and Path(found[key]).expanduser().exists():
+        if found[key] is not None and is_there(found[key]):
             found[key] = Path(found[key]).name
     return found

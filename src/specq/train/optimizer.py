@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specq.checkpoint import write_atomically
+from specq.files import write_atomically
 
 BETAS = (0.9, 0.95)
 CLIP_NORM = 1.0

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from specq.bench.contestants import Answer
-from specq.bench.files import csv_text, markdown_text, plot, require_plot, write_text
+from specq.bench.files import csv_text, markdown_text, plot, require_plot
 from specq.bench.prompts import Prompt
 from specq.bench.report import all_tables, figures, paired_ratios, report_rows
 from specq.bench.run import Sample
@@ -152,7 +152,7 @@ def test_csv_has_a_line_for_each_row_and_category(make_rows) -> None:
     assert None not in whole  # no more cells than columns
 
 
-def test_markdown_holds_the_facts_and_every_table(make_rows, tmp_path) -> None:
+def test_markdown_holds_the_facts_and_every_table(make_rows) -> None:
     facts = {
         "command": "specq bench",
         "suite": {"name": "bundled", "prompts": 3},
@@ -169,9 +169,6 @@ def test_markdown_holds_the_facts_and_every_table(make_rows, tmp_path) -> None:
     assert text.startswith("\n".join(lines) + "\n\n|")
     assert text.endswith("|\n\n- off by 3 %\n")
     assert text.count("|---|") >= 5
-    write_text(tmp_path / "a.md", text)
-    assert (tmp_path / "a.md").read_text(encoding="utf-8") == text
-    assert [p.name for p in tmp_path.iterdir()] == ["a.md"]
 
 
 def test_a_plot_is_a_picture(make_rows, tmp_path) -> None:
