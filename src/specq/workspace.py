@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from specq.errors import DiskFullError, UsageError
-from specq.files import DISK_FULL, write_atomically
+from specq.files import DISK_FULL, named_path, reason, write_atomically
 from specq.storage import require_writable
 
 STATE = "settings.json"
@@ -66,7 +66,7 @@ def open_workspace(workspace: Workspace, settings: Mapping[str, Any], *, verb: s
     check_output(output, overwrite=overwrite)
     with disk_errors(output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(output.with_name(f".{output.name}.specq.lock"))
+        lock = FileLock(_lock_file(output))
     try:
         with lock.acquire(timeout=0):
             _match(workspace.folder, settings, overwrite=overwrite)
@@ -82,6 +82,7 @@ def open_workspace(workspace: Workspace, settings: Mapping[str, Any], *, verb: s
 def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ()) -> None:
     """Raise UsageError when something is in the way of the output folder, `sources` would be replaced with it, or
     nothing can be written there."""
+    named_path(_lock_file(output))  # the longest of the names beside it
     there = output.resolve()
     for source in sources:
         if there in (source.resolve(), *source.resolve().parents):
@@ -99,6 +100,10 @@ def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ())
     require_writable(output.absolute().parent, hint="choose another folder with -o")
 
 
+def _lock_file(output: Path) -> Path:
+    return output.with_name(f".{output.name}.specq.lock")
+
+
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
     """Turns a full disk and a folder that cannot be written into errors of their kind."""
@@ -112,9 +117,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if error.errno in DISK_FULL:
             raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UsageError(
-                f"`{folder}` cannot be written: {error.strerror}", hint="choose another with -o"
-            ) from error
+            raise UsageError(f"`{folder}` cannot be written: {reason(error)}", hint="choose another with -o") from error
         raise
 
 

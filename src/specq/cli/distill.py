@@ -21,6 +21,7 @@ from specq.cli.options import (
     takes_options,
 )
 from specq.errors import UsageError
+from specq.files import named_path
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -156,7 +157,7 @@ def distill(
                 kind.value,
                 recipe,
                 target,
-                folder,
+                named_path(folder),
                 choose_device(device),
                 dtype=dtype.value,
                 start=resolve_model(begin, offline=offline or None, progress=progress).path if begin else None,

@@ -20,6 +20,7 @@ from specq.cli.quantize_settings import (
     require_unset,
 )
 from specq.errors import GateError, UsageError
+from specq.files import named_path
 
 if TYPE_CHECKING:
     from specq.compress.eagle import HeadReport
@@ -172,6 +173,7 @@ def quantize(
         "quantize.strict_shapes": strict_shapes,
         "target.revision": revision,
     }
+    out = named_path(out)
     recipe = recipe_of(model, [*(overrides or []), *assignments(flags)])
     from specq.spec.check_head import is_head
 

@@ -332,6 +332,13 @@ def test_a_folder_in_use_is_only_replaced_when_asked(run: Run, source: Path) -> 
     assert not (source.parent / "out" / "notes.txt").exists()
 
 
+def test_a_name_with_no_room_for_the_files_beside_it_is_refused_at_once(source: Path) -> None:
+    for length in (300, 250):
+        with pytest.raises(UsageError, match="cannot be opened: file name too long"):
+            quantize(source, source.parent / ("a" * length))
+    assert [path.name for path in source.parent.iterdir()] == ["source"]
+
+
 @pytest.mark.parametrize("where", ["", "..", "../source", "inside", "inside/deeper"])
 def test_the_source_is_never_the_output(source: Path, where: str) -> None:
     with pytest.raises(UsageError, match="source itself"):
