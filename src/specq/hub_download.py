@@ -23,7 +23,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub import utils as hub_utils
 
 from specq.errors import AccessError, DiskFullError, OfflineError, SpecqError, UsageError
-from specq.files import DISK_FULL
+from specq.files import DISK_FULL, reason
 from specq.storage import NOT_WRITABLE, Progress, bytes_below, progress_line, require_space
 
 logger = logging.getLogger("specq")
@@ -183,7 +183,7 @@ def _explain(error: Exception, repo_id: str, revision: str | None, *, kind: str 
         )
     if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
         return UsageError(
-            f"the Hub cache `{constants.HF_HUB_CACHE}` cannot be written: {error.strerror}",
+            f"the Hub cache `{constants.HF_HUB_CACHE}` cannot be written: {reason(error)}",
             hint="set HF_HOME to a folder of yours",
         )
     name, url = f"`{repo_id}`", f"{constants.ENDPOINT}/{repo_id}"

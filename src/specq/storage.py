@@ -135,7 +135,7 @@ def build_folder(destination: Path, build: Callable[[Path], None]) -> Path:
             ) from error
         if error.errno in NOT_WRITABLE:
             raise UsageError(
-                f"`{destination.parent}` cannot be written: {error.strerror}",
+                f"`{destination.parent}` cannot be written: {reason(error)}",
                 hint=CACHE_HINT,
             ) from error
         raise

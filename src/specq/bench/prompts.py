@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specq.errors import UsageError
-from specq.files import named_path
+from specq.files import named_path, reason
 from specq.storage import is_offline
 
 BUNDLED = "bundled"
@@ -104,7 +104,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     except OSError as error:
-        raise UsageError(f"`{path}` cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise UsageError(f"`{path}` cannot be read: {reason(error)}") from None
     except (EOFError, zlib.error, UnicodeDecodeError):
         raise UsageError(f"`{path}` is neither text in UTF-8 nor such a text packed by gzip") from None
     rows = []

@@ -12,6 +12,7 @@ import typer
 from specq.cli.console import Console, size_text, table
 from specq.cli.options import ListingGroup, OutputOptions, VerbCommand, takes_options
 from specq.errors import SpecqError, UsageError
+from specq.files import reason
 from specq.storage import cache_dir
 
 app = typer.Typer(cls=ListingGroup, rich_markup_mode=None, add_completion=False)
@@ -83,7 +84,7 @@ def _remove(path: Path) -> int:
     try:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     except OSError as error:
-        raise SpecqError(f"`{path}` could not be removed: {(error.strerror or str(error)).lower()}") from None
+        raise SpecqError(f"`{path}` could not be removed: {reason(error)}") from None
     return size
 
 
