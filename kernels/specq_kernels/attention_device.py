@@ -2,9 +2,9 @@
 
 What makes a row's bits the same however the work is divided: keys are cut into leaves at fixed slots and a leaf's
 softmax starts afresh; the running maximum (log2) is rounded up to a whole number, so that every rescaling multiplies by
-an exact power of two; weights are totalled in whole units of 2 ** -22; leaves are added three one after the other, then
-these sums one after the other, whoever adds them; and the matrix unit adds 16 keys at a time, in order, in either of
-its instructions.
+an exact power of two; weights are totalled in whole units of 2 ** -22; FOLD leaves are added one after the other, then
+these sums likewise, whoever adds them; and the matrix unit adds 16 keys at a time, in order, in either of its
+instructions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def attention_kernel(
     BLOCK_Q: tl.constexpr, LEAF: tl.constexpr, LEAVES: tl.constexpr, FOLDED: tl.constexpr, WINDOWED: tl.constexpr,
     STAGES: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised attention of BLOCK_Q rows (node, head of the kv head's group) over one piece, FOLDED leaves.
+    """Unnormalised attention of BLOCK_Q rows (node, head of the kv head's group) over one piece: FOLDED leaves, 1 or
+    FOLD.
 
     `written` slots behind the length hold nodes, the last `nodes` of them this call's. partial [pieces, kv_heads, rows,
     HEAD_DIM]; top (running maximum, log2) and total [pieces, kv_heads, rows]. Pieces run from the last, which has most

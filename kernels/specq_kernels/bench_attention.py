@@ -1,6 +1,6 @@
 """Times tree attention beside its floor and torch's own: `python -m specq_kernels.bench_attention [8b] [70b]`.
 
-Microseconds a layer, combine kernel included, median of 7 replays of a CUDA graph over at least 300 MB of cache. The
+Microseconds a layer, merge included, median of 7 replays of a CUDA graph over at least 300 MB of cache. The
 floor is the keys' and values' bytes over the copy bandwidth measured first. The peer is scaled_dot_product_attention
 on the filled part of the cache, with the ancestor mask as a bias.
 """

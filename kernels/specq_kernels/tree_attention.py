@@ -20,7 +20,7 @@ from specq_kernels.lane_order import lanes_ref, lanes_rows
 from specq_kernels.launch import MAX_ROWS, check_tensor, has_dependent_launch, interpreted, row_bucket, runs_kernel
 
 LEAF = 64  # keys
-FOLD = 3  # leaves added up before their sums are
+FOLD = 3  # leaves added up, in order, before their sums are
 LEAVES = 16 * FOLD  # of a row at most
 LOG2E = 1.4426950408889634
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the last for the definition only
@@ -78,7 +78,9 @@ def tree_attention(
     rows = nodes * shared
     config = {**attention_config(rows, nodes * heads), **(config or {})}
     leaves, folded, block_q = (config[key] for key in ("leaves", "folded", "block_q"))
-    merged = config.get("merged", max(1, (group or 0) // head_dim))  # rows a program of the merge, a group of sums
+    if folded not in (1, FOLD) or leaves % folded:
+        raise ValueError(f"config: {leaves} leaves in pieces of {folded}, the merge takes pieces of 1 or {FOLD}")
+    merged = config.get("merged", max(1, (group or 0) // head_dim))  # rows a program of the merge: a group's
     pieces = min(leaves // folded, triton.cdiv(max_len, LEAF * folded))
     partial = q.new_empty(pieces, kv_heads, rows, head_dim, dtype=torch.float32)
     top_total = q.new_empty(2, pieces, kv_heads, rows, dtype=torch.float32)
@@ -149,7 +151,8 @@ def attention_config(rows: int, all_rows: int) -> Config:
 
     `folded` leaves (1 or FOLD) are added up by one program; the merge loads `batch` sums of FOLD leaves at once.
     `late` and `merge_late`: the next kernel may begin when a program's sums are done, or the merge's when attention is,
-    not at their start. None but `leaves` enters a row's bits.
+    not at their start. None but `leaves` enters a row's bits. The rows of a merge's program (`merged`) follow from the
+    group of the sums beside it unless a config holds them.
     """
     sizes = {"leaves": LEAVES, "folded": 1, "block_q": 64, "stages": 3, "late": 1, "batch": 6, "merge_late": 0}
     if rows <= 16:

@@ -289,7 +289,7 @@ def test_estimated_weights_are_those_loaded(is_tied: bool) -> None:
     assert estimate.total == estimate.weights + estimate.kv + estimate.activations
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8), (64, 8), (28, 4), (32, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 8), (32, 8), (64, 8), (28, 4), (32, 1)])
 def test_on_a_gpu_the_sums_of_attention_are_counted_for_any_number_of_nodes(heads: int, kv_heads: int) -> None:
     attention = pytest.importorskip("specq_kernels.tree_attention")
     config = tiny_config("qwen2", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
