@@ -14,6 +14,7 @@ from typing import Any
 
 from specq.errors import UnsupportedError, UsageError
 from specq.families import FAMILIES, Family, supported_families
+from specq.files import require_readable
 from specq.quant_spec import FORMATS_HINT, QuantSpec
 from specq.rope_spec import RopeSpec
 
@@ -251,10 +252,11 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    require_readable(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"`{path}` cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"`{path}` is not JSON: {error}", hint="download it again") from error
     if not isinstance(value, dict):
-        raise UsageError(f"`{path}` is not a JSON object")
+        raise UsageError(f"`{path}` is not a JSON object", hint="download it again")
     return value

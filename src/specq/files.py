@@ -9,9 +9,10 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from specq.errors import DiskFullError, UsageError
+from specq.errors import DiskFullError, SpecqError, UsageError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 SHOWN_CHARS = 60
 
 
@@ -47,6 +48,15 @@ def read_text(file: str | Path, *, hint: str = "name a file of text in UTF-8") -
         raise UsageError(f"`{file}` is not UTF-8 text", hint=hint) from None
 
 
+def require_readable(file: Path) -> None:
+    """Raises UsageError saying why a file cannot be read, for those whose readers say something else."""
+    try:
+        with open(file, "rb"):
+            pass
+    except OSError as error:
+        raise UsageError(f"`{file}` cannot be read: {reason(error)}", hint="let specq read it") from error
+
+
 def write_text(file: str | Path, text: str) -> None:
     """Replaces a file that a person named, whole or not at all.
 
@@ -71,6 +81,16 @@ def is_text(text: str) -> bool:
 def reason(error: OSError) -> str:
     """The system's own words, as our messages are written."""
     return (error.strerror or str(error)).lower()
+
+
+def refusal(error: OSError) -> SpecqError | None:
+    """What the system's error means to a person where it refuses a place on the disk; None for any other."""
+    if error.errno in DISK_FULL:
+        return DiskFullError(f"no room left to write `{error.filename}`", hint="free some space and run again")
+    if error.errno in REFUSED:
+        hint = "let specq use it, or name another place"
+        return UsageError(f"`{error.filename}` cannot be used: {reason(error)}", hint=hint)
+    return None
 
 
 @contextlib.contextmanager

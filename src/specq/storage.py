@@ -26,14 +26,14 @@ def cache_dir() -> Path:
     """The folder of profiles, converted tokenizers and the demo set: SPECQ_CACHE, or the platform's."""
     named = os.environ.get("SPECQ_CACHE")
     if named:
-        return named_path(named)
+        return Path(os.path.expanduser(named))
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
         base = "~/Library/Caches"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return named_path(base) / "specq"
+    return Path(os.path.expanduser(base)) / "specq"
 
 
 def is_offline(flag: bool | None = None) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specq.errors import UnsupportedError, UsageError
+from specq.files import require_readable
 from specq.quant.formats import Header
 
 SAFETENSORS_DTYPES = {
@@ -45,6 +46,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
+        require_readable(path)
         try:
             self._file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:

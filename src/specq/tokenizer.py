@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 
 from specq.chat_template import ChatTemplate, Message, fold_system, read_chat_template
 from specq.errors import SpecqError, UnsupportedError, UsageError
+from specq.files import require_readable
 
 logger = logging.getLogger("specq")
 
@@ -237,6 +238,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    require_readable(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises Exception itself

@@ -5,7 +5,6 @@ A run that was killed is taken up from there; the output itself appears whole, b
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from specq.errors import DiskFullError, UsageError
-from specq.files import DISK_FULL, named_path, reason, write_atomically
+from specq.files import DISK_FULL, REFUSED, named_path, reason, write_atomically
 from specq.storage import require_writable
 
 STATE = "settings.json"
@@ -116,7 +115,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in DISK_FULL:
             raise DiskFullError(f"no room left to write in `{folder}`", hint="free some space and run again") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in REFUSED:
             raise UsageError(f"`{folder}` cannot be written: {reason(error)}", hint="choose another with -o") from error
         raise
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -143,6 +145,17 @@ def test_a_bug_is_one_line_and_with_debug_a_traceback(call, monkeypatch) -> None
     assert "Traceback" not in done.err
     monkeypatch.setenv("SPECQ_DEBUG", "1")
     assert "Traceback" in call("cache", "ls").err
+
+
+def test_a_place_that_the_system_refuses_is_no_bug(call, monkeypatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(cache, "entries", refuse)
+    monkeypatch.setenv("SPECQ_CACHE", "/place")
+    done = call("cache", "ls")
+    hint = "let specq use it, or name another place"
+    assert done == (2, "", f"error: `/place` cannot be used: permission denied\n\nhint: {hint}\n")
 
 
 class OutOfMemoryError(RuntimeError):

@@ -371,6 +371,17 @@ def test_wrong_usage_is_one_message(call, model, arguments, message) -> None:
     assert done.err.startswith(f"error: {message}")
 
 
+def test_a_cache_that_cannot_be_written_is_said_before_measuring(call, model, quick, tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPECQ_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(profile_run, "profile", lambda *arguments, **options: pytest.fail("measured"))
+    done = call("profile", model, *quick)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(
+        f"error: `{tmp_path}/file` cannot be written: it is not a folder\n\nhint: set SPECQ_CACHE"
+    )
+
+
 def test_models_that_do_not_fit_each_other_are_exit_6(call, model, tmp_path) -> None:
     other = write_model(tmp_path / "other", tiny_config())
     data = json.loads((other / "tokenizer.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_table_of_matrices_and_one_of_scores(call, source: Path, small: list[s
     assert "self_attn.q_proj  64x64" in done.out
     assert "rounding to nearest" in done.out
     assert "Embeddings, head, norms and biases are in 16 bits." in done.out
-    assert "seconds, at most" in done.out
+    assert re.search(r"\d seconds?, at most", done.out)
     assert str(tmp_path / "out") in done.out
     assert "groups of 64" in done.err
 
@@ -112,7 +113,7 @@ def test_a_recipe_is_never_quantized_silently(call, source: Path, small: list[st
     [
         (["--group-size", "100"], 2, "`--group-size` = `100`"),
         (["--method", "rtn", "--act-order"], 2, "--act-order"),
-        (["--calib", "/nowhere/text.txt"], 2, "does not exist"),
+        (["--calib", "/nowhere/text.txt"], 2, "cannot be read: no such file"),
         (["--set", "quantize.sample=3"], 2, "unknown key `quantize.sample`"),
         (["--device", "tpu"], 2, "device `tpu` is unknown"),
     ],

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from specq.errors import DiskFullError, UsageError
-from specq.files import is_text, is_there, named_path, read_text, write_atomically, write_text
+from specq.files import (
+    is_text,
+    is_there,
+    named_path,
+    read_text,
+    refusal,
+    require_readable,
+    write_atomically,
+    write_text,
+)
 
 
 def write_half(path: Path, error: Exception) -> None:
@@ -79,6 +88,16 @@ def test_what_cannot_be_read_or_written_says_why(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=why):
             use(tmp_path / name)
+
+
+def test_what_the_system_refuses_is_an_error_of_its_kind(tmp_path: Path) -> None:
+    for number, kind in ((errno.EACCES, UsageError), (errno.EROFS, UsageError), (errno.ENOSPC, DiskFullError)):
+        found = refusal(OSError(number, os.strerror(number), "/place"))
+        assert type(found) is kind
+        assert "`/place`" in found.message
+    assert refusal(FileNotFoundError(errno.ENOENT, "none", "/place")) is None  # may be a fault of ours
+    with pytest.raises(UsageError, match="is a directory"):
+        require_readable(tmp_path)
 
 
 def test_half_a_pair_of_surrogates_is_no_text() -> None:

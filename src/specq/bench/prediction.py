@@ -102,7 +102,7 @@ class Comparison:
             parts.append(f"speedups by {_mean_off(gains)}")
         found = [
             f"the profile of {made.measured_at} is off by {_mean_off(each.off for each in fastest)} on average for the "
-            f"fastest {len(fastest)}: {', '.join(parts)}",
+            f"fastest{f' {len(fastest)}' if len(fastest) > 1 else ''}: {', '.join(parts)}",
             "its acceptance is that of calibration prompts, which are not these, in answers of up to "
             f"{made.answer_tokens:g} tokens; its times hold for {made.context} tokens of context",
         ]

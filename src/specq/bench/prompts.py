@@ -106,7 +106,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UsageError(f"`{path}` cannot be read: {reason(error)}") from None
     except (EOFError, zlib.error, UnicodeDecodeError):
-        raise UsageError(f"`{path}` is neither text in UTF-8 nor such a text packed by gzip") from None
+        hint = "give a .jsonl, .jsonl.gz or .parquet file"
+        raise UsageError(f"`{path}` is neither text in UTF-8 nor such a text packed by gzip", hint=hint) from None
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():

@@ -22,7 +22,7 @@ from specq.cli.console import (
 )
 from specq.cli.options import NearMissGroup, nearest
 from specq.errors import NotEnoughMemoryError, SpecqError, UsageError
-from specq.files import is_text
+from specq.files import is_text, refusal
 
 # verb: what the overview says of it; the module specq.cli.VERB holds the typer app that runs it
 VERBS = {
@@ -147,6 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = "a smaller --context, a smaller or 4-bit model, or end what else uses the device"
             report(NotEnoughMemoryError(f"the memory ran out{said}", hint=hint))
             return NotEnoughMemoryError.exit_code
+        if isinstance(error, OSError) and (refused := refusal(error)):
+            report(refused)
+            return refused.exit_code
         if is_debugging():
             traceback.print_exc()
         else:

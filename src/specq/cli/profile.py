@@ -173,7 +173,11 @@ def _measure(request: Request, console: Console) -> Profile:
     """The profile, stored; of an interrupted one what is there is kept and said so."""
     from specq.profile import run
     from specq.profile.result import save
+    from specq.storage import CACHE_HINT, cache_dir, require_writable
 
+    is_stored = not (request.is_random or request.by_hand)
+    if is_stored:
+        require_writable(cache_dir(), hint=CACHE_HINT)
     progress = console.progress()
     begun: list[Profile] = []
     try:
@@ -185,10 +189,10 @@ def _measure(request: Request, console: Console) -> Profile:
         raise
     finally:
         progress.clear()
-    if request.is_random or request.by_hand:
-        console.note(f"not stored: {'weights are random' if request.is_random else 'acceptance was given by hand'}")
-    else:
+    if is_stored:
         console.note(f"stored in {save(found)}")
+    else:
+        console.note(f"not stored: {'weights are random' if request.is_random else 'acceptance was given by hand'}")
     return found
 
 

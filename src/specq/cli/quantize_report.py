@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specq.cli.console import Console, size_text, table
+from specq.cli.console import Console, counted, size_text, table
 
 if TYPE_CHECKING:
     from specq.compress.eagle import HeadReport
@@ -26,7 +26,7 @@ def show_model(console: Console, report: Report) -> None:
     if report.peak_device_bytes is not None:
         memory += f", {size_text(report.peak_device_bytes)} on the device"
     console.line()
-    took = f"{report.seconds / 60:.1f} minutes" if report.seconds >= 90 else f"{report.seconds:.0f} seconds"
+    took = f"{report.seconds / 60:.1f} minutes" if report.seconds >= 90 else counted(round(report.seconds), "second")
     console.line(f"{report.output}: {size_text(report.num_bytes)}, {took}, at most {memory}")
 
 

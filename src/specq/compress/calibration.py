@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specq.errors import OfflineError, UsageError
-from specq.files import named_path
+from specq.files import named_path, read_text
 from specq.storage import is_offline
 from specq.tokenizer import Tokenizer
 
@@ -92,14 +92,7 @@ def _sequences(tokenizer: Tokenizer, documents: Iterator[str], samples: int, seq
 
 def _file_documents(path: Path, tokenizer: Tokenizer) -> Iterator[str]:
     """The documents of a text file (one), or of a .jsonl file: a line each, with `text` or `messages`."""
-    try:
-        content = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(
-            f"calibration file `{path}` does not exist", hint="--calib takes bundled, a file or hub:ORG/DATASET"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"calibration file `{path}` cannot be read as text: {error}") from None
+    content = read_text(path, hint="--calib takes bundled, a .txt or .jsonl file, or hub:ORG/DATASET")
     if path.suffix != ".jsonl":
         yield from content.split(DOCUMENT_SEPARATOR)
         return

@@ -228,4 +228,4 @@ def _rates_text(rates: tuple[float, ...]) -> str:
 
 
 def _basis(rounds: int | None) -> str:
-    return "given by hand" if rounds is None else f"{rounds} rounds"
+    return "given by hand" if rounds is None else f"{rounds} round{'' if rounds == 1 else 's'}"

@@ -87,10 +87,10 @@ def test_a_broken_line_is_named(tokenizer: Tokenizer, tmp_path: Path, content: s
 
 
 def test_missing_and_binary_files_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match="cannot be read: no such file"):
         calibration_tokens(tokenizer, str(tmp_path / "none.txt"), samples=1, seq_len=32)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="cannot be read as text"):
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
         calibration_tokens(tokenizer, str(tmp_path / "binary.txt"), samples=1, seq_len=32)
 
 
