@@ -107,11 +107,12 @@ from pathlib import Path
 from specq.compress.calibration import calibration_tokens
 from specq.errors import SpecqError
 from specq.tokenizer import Tokenizer
-try:
-    found = calibration_tokens(Tokenizer.load(Path(sys.argv[1])), sys.argv[2], samples=4, seq_len=32)
-    print(found.origin, tuple(found.tokens.shape))
-except SpecqError as error:
-    print(error.exit_code, error.message)
+for name in sys.argv[2:]:
+    try:
+        found = calibration_tokens(Tokenizer.load(Path(sys.argv[1])), name, samples=4, seq_len=32)
+        print(found.origin, tuple(found.tokens.shape))
+    except SpecqError as error:
+        print(error.exit_code, error.message)
 """
 
 
@@ -120,23 +121,26 @@ def test_a_text_file_of_a_hub_dataset_is_fetched_at_its_revision(tmp_path: Path)
     lines = "".join(json.dumps({"text": "0123456789" * 8}) + "\n" for _ in range(4)).encode()
     repos = {"org/data": {"README.md": b"hi", "data/train.jsonl": lines}, "org/images": {"a.png": b"png"}}
 
-    def ask(stub: StubHub, name: str) -> str:
+    def ask(stub: StubHub, *names: str) -> list[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         settings = {"HF_ENDPOINT": stub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-c", HUB_SCRIPT, str(folder), name]
+        command = [sys.executable, "-c", HUB_SCRIPT, str(folder), *names]
         done = subprocess.run(command, env={**clean, **settings}, capture_output=True, text=True, check=True)
         assert "Retrying" not in done.stderr
-        return done.stdout.strip()
+        return done.stdout.splitlines()
 
     with serve(StubHub(repos)) as stub:
-        expected = f"hub:org/data/data/train.jsonl at {COMMIT} (4, 32)"
-        assert ask(stub, "hub:org/data") == expected
-        assert ask(stub, "hub:org/data/data/train.jsonl") == expected
-        assert ask(stub, "hub:org/images") == "2 dataset `org/images` holds no .jsonl or .txt file"
-        assert ask(stub, "hub:org/none").startswith("4 dataset `org/none` does not exist")
-        assert ask(stub, "hub:org/data/none.txt") == "2 dataset `org/data` has no file `none.txt`"
-    for name in ("hub:org/more", "hub:org/more/file.txt"):  # nobody listens there any more
-        assert ask(stub, name).startswith(f"5 dataset `org/more` could not be fetched from {stub.url}: ")
+        listed, named, none, missing, nameless = ask(
+            stub,
+            *("hub:org/data", "hub:org/data/data/train.jsonl", "hub:org/images", "hub:org/none"),
+            "hub:org/data/none.txt",
+        )
+        assert listed == named == f"hub:org/data/data/train.jsonl at {COMMIT} (4, 32)"
+        assert none == "2 dataset `org/images` holds no .jsonl or .txt file"
+        assert missing.startswith("4 dataset `org/none` does not exist")
+        assert nameless == "2 dataset `org/data` has no file `none.txt`"
+    for said in ask(stub, "hub:org/more", "hub:org/more/file.txt"):  # nobody listens there any more
+        assert said.startswith(f"5 dataset `org/more` could not be fetched from {stub.url}: ")
 
 
 def test_what_is_no_dataset_is_said_so(tokenizer: Tokenizer) -> None:
