@@ -72,10 +72,10 @@ for head_dim, window, rows in ((128, False, 256), (128, False, 128), (128, False
     sizes = dict(SHARED=4, HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), LEAF=tree_attention.LEAF,
                  LEAVES=leaves, FOLDED=folded, EARLY=EARLY)
     build(f"attention {head_dim} {rows}", attention_device.attention_kernel,
-          dict(sizes, KV_HEADS=2, BLOCK_Q=config["block_q"], WINDOWED=window, STAGES=config["stages"],
+          dict(sizes, KV_HEADS=8, BLOCK_Q=config["block_q"], WINDOWED=window, STAGES=config["stages"],
                LATE=bool(config["late"])))
     build(f"merge {head_dim} {rows}", attention_device.attention_merge_kernel, warps=1, constants=
-          dict(sizes, HEADS=8, BLOCK_R=1 if window else 128 // head_dim, FOLD=tree_attention.FOLD,
+          dict(sizes, HEADS=32, BLOCK_R=1 if window else 128 // head_dim, FOLD=tree_attention.FOLD,
                BLOCK_P=next_power_of_2(leaves // folded), BATCH=config["batch"], GROUP=0 if window else 128, STRIDE=16,
                LANES=0 if window else 8, LATE=bool(config["merge_late"])))
 for parts in (0, 4):
