@@ -38,6 +38,11 @@ def is_there(name: str) -> bool:
     return os.path.exists(os.path.expanduser(name))
 
 
+def holds_config(folder: str | Path) -> bool:
+    """Whether a config.json lies in what may be a folder; False, not an error, in one that lets nobody in."""
+    return os.path.isfile(os.path.join(folder, "config.json"))
+
+
 def read_text(file: str | Path, *, hint: str = "name a file of text in UTF-8") -> str:
     """The text of a file that a person named. Raises UsageError saying why it cannot be read."""
     try:

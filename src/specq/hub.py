@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from specq.errors import OfflineError, UsageError
-from specq.files import named_path, reason
+from specq.files import holds_config, named_path, reason
 from specq.recipe import DEMO_HEAD, DEMO_INTERMEDIATE, DEMO_INTERMEDIATE_HEAD, DEMO_NAME, HUB_ID
 from specq.storage import Progress, is_offline
 
@@ -90,14 +89,14 @@ def _check_local(path: Path, name: str) -> Path:
     if path.is_file():
         raise UsageError(
             f"`{path}` is not a model: it is neither a folder nor a .gguf file",
-            hint=f"name its folder: {path.parent}" if (path.parent / "config.json").is_file() else None,
+            hint=f"name its folder: {path.parent}" if holds_config(path.parent) else None,
         )
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
         raise UsageError(f"`{path}` cannot be read: {reason(error)}", hint="name a folder of yours") from None
     shown = ", ".join(entry.name for entry in entries[:6]) + (", ..." if len(entries) > 6 else "")
-    below = [entry for entry in entries if os.path.isfile(entry / "config.json")]
+    below = [entry for entry in entries if holds_config(entry)]
     raise UsageError(
         f"`{path}` holds neither a config.json nor a .gguf file: {shown or 'it is empty'}",
         hint=f"did you mean {below[0]}?" if below else "name the folder that a model or a drafter was saved to",
@@ -105,8 +104,7 @@ def _check_local(path: Path, name: str) -> Path:
 
 
 def _holds_model(path: Path) -> bool:
-    has_config = os.path.isfile(path / "config.json")  # False, not an error, in a folder that lets nobody in
-    return has_config or any(path.glob("*.gguf")) or (path.is_file() and path.suffix == ".gguf")
+    return holds_config(path) or any(path.glob("*.gguf")) or (path.is_file() and path.suffix == ".gguf")
 
 
 def _suggest(path: Path) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from specq.errors import UsageError
-from specq.files import is_there, named_path, reason
+from specq.files import holds_config, is_there, named_path, reason
 from specq.validation import Problem, problems_of
 
 PipelineName = Literal["auto", "plain", "lookup", "sequence", "eagle2", "hierarchical", "qspec"]
@@ -277,7 +276,7 @@ def is_local_model(text: str) -> bool:
     """Whether the text names a folder by its form (`./`, `/`, `~`), a .gguf file, or an existing model folder."""
     if text.startswith(("./", "../", "/", "~")) and not text.endswith((".yaml", ".yml")):
         return True
-    return text.endswith(".gguf") or is_there(os.path.join(text, "config.json"))
+    return text.endswith(".gguf") or holds_config(text)
 
 
 def list_recipes() -> dict[str, Path]:
@@ -333,7 +332,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _folders_here() -> list[str]:
-    return [p.name for p in Path().iterdir() if os.path.isfile(p / "config.json")]
+    return [p.name for p in Path().iterdir() if holds_config(p)]
 
 
 def _one_line(error: Exception) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specq.errors import DiskFullError, UsageError
-from specq.files import DISK_FULL, named_path, reason
+from specq.files import DISK_FULL, REFUSED, named_path, reason
 
-NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+NOT_WRITABLE = (*REFUSED, errno.ENOTDIR, errno.EEXIST)
 
 CACHE_HINT = "set SPECQ_CACHE to a folder of yours"
 

@@ -113,7 +113,7 @@ def test_a_full_context_is_an_error_that_says_how_full(session) -> None:
     assert len(chat.turns) == 1  # the turn before is kept
 
 
-def test_a_turn_that_cannot_be_answered_again_is_kept(session, monkeypatch) -> None:
+def test_a_turn_that_cannot_be_answered_again_is_kept(session) -> None:
     chat = session(context=64, max_new_tokens=1)
     say(chat, "twenty tokens of text")
     kept, chat.system = list(chat.turns), "a system message that leaves no room for it"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from specq.cli.console import (
+    TEXT_HINT,
     ClosedOutput,
     Terminated,
     discard_output,
@@ -126,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if wrong := next((number for number, text in enumerate(args, 1) if not is_text(text)), None):
-            hint = "convert it, for example with iconv -t UTF-8"
-            raise UsageError(f"argument {wrong} is not UTF-8 text", hint=hint)
+            raise UsageError(f"argument {wrong} is not UTF-8 text", hint=TEXT_HINT)
         try:
             code = command.main(args=args, prog_name="specq", standalone_mode=False)
         except typer.TyperException as error:  # the parser's own words, in our form

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specq.cli.console import Console, counted, table
+from specq.cli.console import Console, table
 from specq.cli.measuring import Job, Limit, SuiteName
 from specq.cli.options import (
     Model,
@@ -24,6 +24,7 @@ from specq.cli.options import (
     takes_options,
 )
 from specq.errors import GateError, UnsupportedError, UsageError
+from specq.words import counted
 
 if TYPE_CHECKING:
     from specq.bench.prediction import Comparison

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from specq.cli.console import Console, Interrupt, Terminated, counted, read_text, report
+from specq.cli.console import Console, Interrupt, Terminated, read_text, report
 from specq.cli.options import (
     Model,
     OutputOptions,
@@ -20,6 +20,7 @@ from specq.cli.options import (
     takes_options,
 )
 from specq.errors import SpecqError
+from specq.words import counted
 
 if TYPE_CHECKING:
     from specq.cli.chat_session import ChatSession

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from specq.cli.chat_session import ChatSession
-from specq.cli.console import Console, counted, table
+from specq.cli.console import Console, table
 from specq.errors import UsageError
 from specq.files import read_text
+from specq.words import counted
 
 
 class ChatCommands:

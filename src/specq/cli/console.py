@@ -22,6 +22,8 @@ from specq.files import is_text
 
 SECONDS_BETWEEN_LINES = 10.0
 
+TEXT_HINT = "convert it, for example with iconv -t UTF-8"
+
 
 class ClosedOutput(Exception):
     """The reader of standard output went away, as `head` does; no failure."""
@@ -218,13 +220,12 @@ def read_text(read: Callable[[], str]) -> str:
 
     In some locales Python refuses them, in others they come as halves of surrogate pairs.
     """
-    hint = "convert it, for example with iconv -t UTF-8"
     try:
         text = read()
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not text in {error.encoding}", hint=hint) from None
+        raise UsageError(f"standard input is not text in {error.encoding}", hint=TEXT_HINT) from None
     if not is_text(text):
-        raise UsageError("standard input is not UTF-8 text", hint=hint)
+        raise UsageError("standard input is not UTF-8 text", hint=TEXT_HINT)
     return text
 
 
@@ -247,11 +248,6 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "") -> str:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         lines.append((indent + "  ".join([*cells, row[-1]])).rstrip())
     return "\n".join(lines)
-
-
-def counted(count: int, thing: str) -> str:
-    """The count with the word for what is counted, in the plural where it is not 1."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def size_text(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specq.cli.console import Console, counted, table
+from specq.cli.console import Console, table
 from specq.cli.options import (
     Dtype,
     Model,
@@ -22,6 +22,7 @@ from specq.cli.options import (
 )
 from specq.errors import UsageError
 from specq.files import named_path
+from specq.words import counted
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

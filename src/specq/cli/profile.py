@@ -10,6 +10,7 @@ import typer
 from specq.cli.console import Console, table
 from specq.cli.options import Model, OutputOptions, PipelineOptions, VerbCommand, flag, takes_options
 from specq.errors import UsageError
+from specq.words import counted
 
 if TYPE_CHECKING:
     from specq.profile.result import Profile
@@ -204,7 +205,7 @@ def _show(found: Profile, console: Console) -> None:
         f"{name} {environment[name]}" for name in ("driver", "torch", "triton", "specq") if environment.get(name)
     )
     count = environment.get("threads")
-    threads = f", {count} thread{'s' if count > 1 else ''}" if count else ""
+    threads = f", {counted(count, 'thread')}" if count else ""
     console.line(f"{environment['device']}{threads}, {versions}")
     if found.is_random:
         console.line("random weights: the times are measured, acceptance is as given")

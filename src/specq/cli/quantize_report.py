@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specq.cli.console import Console, counted, size_text, table
+from specq.cli.console import Console, size_text, table
+from specq.words import counted
 
 if TYPE_CHECKING:
     from specq.compress.eagle import HeadReport

@@ -21,8 +21,6 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"--plot `{path}` is not of a kind that is drawn", hint=f"end it in {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("`--plot` needs matplotlib, which is not installed", hint="pip install 'specq[plot]'")
-    if not named_path(path).absolute().parent.is_dir():
-        raise UsageError(f"the folder of `{path}` does not exist", hint="make it first")
 
 
 def write_plot(profile: Profile, path: Path) -> None:

@@ -11,6 +11,7 @@ from specq.profile.predict import SELF, Prediction
 from specq.profile.result import Profile
 from specq.recipe import Recipe
 from specq.spec.decision import with_settings
+from specq.words import counted
 
 Rows = list[tuple[str, ...]]
 Section = tuple[str, Rows]
@@ -28,7 +29,7 @@ def sections(profile: Profile) -> list[Section]:
     if profile.splits:
         found.append(("where a step's time goes", _split_rows(profile.splits)))
     if rates := _acceptance_rows(profile):
-        on = f"on {profile.num_prompts} prompt{'s' if profile.num_prompts != 1 else ''}"
+        on = f"on {counted(profile.num_prompts, 'prompt')}"
         found.append((f"acceptance {'as given' if profile.is_random else on}, by position or depth", rates))
     if profile.costs is not None and (beyond := _beyond_rows(profile.costs)):
         found.append(("rounds as they ran, beyond their parts as timed alone", beyond))
@@ -228,4 +229,4 @@ def _rates_text(rates: tuple[float, ...]) -> str:
 
 
 def _basis(rounds: int | None) -> str:
-    return "given by hand" if rounds is None else f"{rounds} round{'' if rounds == 1 else 's'}"
+    return "given by hand" if rounds is None else counted(rounds, "round")

@@ -18,6 +18,7 @@ from specq.models.shared import lent_names, read_shared, require_lender
 from specq.spec.check_head import CheckResult, check_head, failed, head_bytes, head_kv, is_head
 from specq.tensors import open_weights
 from specq.tokenizer import Tokenizer
+from specq.words import counted
 
 __all__ = ["CheckResult", "check_pair"]
 
@@ -252,7 +253,7 @@ def _describe_model(spec: ModelSpec) -> str:
 
 
 def _layers(spec: ModelSpec) -> str:
-    return "1 layer" if spec.layers == 1 else f"{spec.layers} layers"
+    return counted(spec.layers, "layer")
 
 
 def _describe_tokenizer(tokenizer: Tokenizer) -> str:

@@ -26,6 +26,7 @@ from specq.spec.pipelines import four_bits, require_pipeline, tree_shape
 from specq.spec.session import Generation, Pipeline
 from specq.spec.tree import chain
 from specq.tokenizer import Tokenizer
+from specq.words import counted
 
 log = logging.getLogger("specq")
 
@@ -161,7 +162,7 @@ def choose_device(name: str) -> str:
     count = torch.cuda.device_count()
     number = int(index or 0)
     if number >= count:
-        found = f"this machine has {count} GPU{'s' if count != 1 else ''} that torch can use"
+        found = f"this machine has {counted(count, 'GPU')} that torch can use"
         raise UsageError(f"device `{name}` is not there: {found}", hint="specq doctor shows what was found")
     return f"cuda:{number}"
 
