@@ -90,11 +90,12 @@ def reason(error: OSError) -> str:
 
 def refusal(error: OSError) -> SpecqError | None:
     """What the system's error means to a person where it refuses a place on the disk; None for any other."""
+    place = f"`{error.filename}`" if error.filename else "the output"  # no name: what is open already
     if error.errno in DISK_FULL:
-        return DiskFullError(f"no room left to write `{error.filename}`", hint="free some space and run again")
+        return DiskFullError(f"no room left to write {place}", hint="free some space and run again")
     if error.errno in REFUSED:
         hint = "let specq use it, or name another place"
-        return UsageError(f"`{error.filename}` cannot be used: {reason(error)}", hint=hint)
+        return UsageError(f"{place} cannot be used: {reason(error)}", hint=hint)
     return None
 
 

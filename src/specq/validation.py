@@ -63,7 +63,12 @@ def _shown(value: Any) -> str:
     """The value as it was written, or nearly: whole numbers without a point."""
     if isinstance(value, float):
         return f"{value:.10g}"
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=str)
+    except ValueError:  # it holds itself, through an alias of YAML
+        return str(value)
 
 
 def _keys_beside(location: tuple[int | str, ...], schema: type[BaseModel]) -> list[str]:

@@ -95,6 +95,9 @@ def test_what_the_system_refuses_is_an_error_of_its_kind(tmp_path: Path) -> None
         found = refusal(OSError(number, os.strerror(number), "/place"))
         assert type(found) is kind
         assert "`/place`" in found.message
+    nameless = refusal(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert nameless is not None
+    assert "None" not in nameless.message
     assert refusal(FileNotFoundError(errno.ENOENT, "none", "/place")) is None  # may be a fault of ours
     with pytest.raises(UsageError, match="is a directory"):
         require_readable(tmp_path)

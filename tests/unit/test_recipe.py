@@ -37,6 +37,7 @@ def test_an_unknown_key_is_named_with_those_known_beside_it(override: str, hint:
         ("a: 2020-13-45", "is not YAML: month must be in"),
         ("[" * 3000, "is not YAML"),
         ("target: null", "`target` = `null`: must be a section"),
+        ("target: &a [*a]", r"`target` = `\[\[...\]\]`: must be a section"),
         (
             "tagret: x\ncontext: 1\npipeline: {name: fast, draft_length: 5.5}",
             "unknown key `tagret`; `target` is missing; `pipeline.name` = `fast`: must be one of auto, plain, .*; "
